@@ -1,0 +1,7 @@
+"""Penstock: profile, plan, simulate and run any PyTorch model over many devices."""
+
+from penstock.errors import PenstockError
+from penstock.job import Job
+
+__version__ = "0.1.0"
+__all__ = ["Job", "PenstockError", "__version__"]

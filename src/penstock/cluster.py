@@ -1,0 +1,178 @@
+"""The devices there are and the links between them.
+
+Links come as nested levels, innermost first: ``4@12GB/s,4@1.25GB/s`` is four devices joined at 12 GB/s in
+each of four hosts joined at 1.25 GB/s. Two devices talk over the lowest level that holds them both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from penstock import codec, units
+from penstock.errors import ClusterError, FormatError, PenstockError
+
+ANY_KIND = "any"
+"""The device kind that takes its seconds from whatever the profile was measured on."""
+
+# What gloo moves between two processes of one host, where nobody has measured the link.
+LOOPBACK_BYTES_PER_S = 1.0e9
+LOOPBACK_LATENCY_S = 100e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    kind: str = ANY_KIND
+    memory_bytes: int | None = None
+    """None where memory is no constraint"""
+    speed: float = 1.0
+    """how fast it is beside its kind's profile: 0.5 takes twice the time"""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise ClusterError(f"device speed is {self.speed}; it must be above 0")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ClusterError(f"device memory is {self.memory_bytes} bytes; leave it out where it is no constraint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    size: int
+    """how many groups of the level below (devices, at the innermost) one group joins"""
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ClusterError(f"level size is {self.size}; a level joins at least one")
+        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
+            raise ClusterError(f"bandwidth is {self.bytes_per_s}; it must be above 0")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ClusterError(f"latency is {self.latency_s}; it must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    name: str
+    devices: tuple[Device, ...]
+    levels: tuple[Level, ...]
+
+    FORMAT: ClassVar[str] = "penstock.cluster/1"
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ClusterError("devices: empty; a cluster has at least one")
+        reach = math.prod(level.size for level in self.levels)
+        if reach != len(self.devices):
+            sizes = " x ".join(str(level.size) for level in self.levels)
+            raise ClusterError(
+                f"the levels join {sizes} = {reach} devices but there are {len(self.devices)}; make the two agree"
+            )
+
+    def link(self, first: int, second: int) -> Level:
+        """The level over which two devices talk."""
+        reach = 1
+        for level in self.levels:
+            reach *= level.size
+            if first // reach == second // reach:
+                return level
+        raise ClusterError(f"devices {first} and {second} are not both in {self.name}, which has {len(self.devices)}")
+
+    def slowest_link(self, devices: Sequence[int]) -> Level:
+        """The lowest level that holds all of these devices: what a ring through them must cross."""
+        return self.link(min(devices), max(devices))
+
+
+def parse_cluster(text: str) -> Cluster:
+    """A cluster from what a user gives: a TOML file, ``local:4``, or levels such as ``4@12GB/s,4@1.25GB/s``."""
+    if text.startswith("local:"):
+        count = text.removeprefix("local:")
+        if not count.isdigit() or int(count) < 1:
+            raise FormatError(f"cluster {text!r}: expected local:N with N workers on this machine, such as local:4")
+        return local_cluster(int(count))
+    if "@" in text and not Path(text).exists():
+        return _parse_levels(text)
+    return load_cluster(Path(text))
+
+
+def local_cluster(workers: int) -> Cluster:
+    level = Level(size=workers, bytes_per_s=LOOPBACK_BYTES_PER_S, latency_s=LOOPBACK_LATENCY_S)
+    return Cluster(name=f"local:{workers}", devices=(Device(),) * workers, levels=(level,))
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a cluster file (TOML); see docs/clusters.md for the keys."""
+    text = codec.read_text(path) if path.suffix == ".toml" or path.exists() else _not_a_cluster(str(path))
+    try:
+        data = tomllib.loads(text)
+        return _from_toml(data)
+    except tomllib.TOMLDecodeError as error:
+        raise FormatError(f"{path}: not TOML ({error}); see docs/clusters.md for an example") from None
+    except PenstockError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _not_a_cluster(text: str) -> str:
+    raise FormatError(
+        f"cluster {text!r}: neither a file nor a known form; write local:4, 4@12GB/s,4@1.25GB/s, or a TOML file's path"
+    )
+
+
+def _parse_levels(text: str) -> Cluster:
+    levels = []
+    for part in text.split(","):
+        size, at, rate = part.partition("@")
+        if not at or not size.strip().isdigit():
+            raise FormatError(f"cluster {text!r}: {part!r} is not devices@bandwidth such as 4@12GB/s")
+        try:
+            levels.append(Level(size=int(size), bytes_per_s=units.parse_bytes_per_s(rate)))
+        except PenstockError as error:
+            raise type(error)(f"cluster {text!r}: {error}") from None
+    count = math.prod(level.size for level in levels)
+    return Cluster(name=text, devices=(Device(),) * count, levels=tuple(levels))
+
+
+def _from_toml(data: dict[str, Any]) -> Cluster:
+    """TOML states sizes with units and repeats equal devices by ``count``; the rest is the codec's business."""
+    devices = [_toml_device(item, f"devices[{i}]") for i, item in enumerate(_tables(data, "devices"))]
+    levels = [_toml_level(item, f"levels[{i}]") for i, item in enumerate(_tables(data, "levels"))]
+    plain = dict(data) | {"devices": list(itertools.chain.from_iterable(devices)), "levels": levels}
+    return codec.decode(Cluster, {"format": Cluster.FORMAT, "name": "cluster"} | plain)
+
+
+def _tables(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    items = data.get(key)
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise FormatError(f"{key}: missing; write one or more [[{key}]] tables")
+    return items
+
+
+def _toml_device(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    item = dict(item)
+    count = item.pop("count", 1)
+    if not isinstance(count, int) or count < 1:
+        raise FormatError(f"{where}.count: expected a whole number of at least 1, found {count!r}")
+    if "memory" in item:
+        item["memory_bytes"] = _with_field(units.parse_bytes, item.pop("memory"), f"{where}.memory")
+    return [item] * count
+
+
+def _toml_level(item: dict[str, Any], where: str) -> dict[str, Any]:
+    item = dict(item)
+    if "bandwidth" in item:
+        item["bytes_per_s"] = _with_field(units.parse_bytes_per_s, item.pop("bandwidth"), f"{where}.bandwidth")
+    if "latency" in item:
+        item["latency_s"] = _with_field(units.parse_seconds, item.pop("latency"), f"{where}.latency")
+    return item
+
+
+def _with_field(parse: Any, value: Any, where: str) -> Any:
+    try:
+        return parse(value)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None

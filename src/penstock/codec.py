@@ -1,0 +1,205 @@
+"""Frozen dataclasses to JSON and back, driven by their type hints.
+
+A file is one JSON object with a ``format`` tag such as ``penstock.plan/1``. Reading checks every field
+and names the file and the field in the error; it builds values and never runs code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from penstock.errors import FormatError, PenstockError
+
+
+class Stored(Protocol):
+    """A dataclass that can be the top of a file."""
+
+    FORMAT: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Stored)
+
+
+def encode(value: Any) -> Any:
+    """The plain JSON form of a value: dataclasses become objects, tuples lists, what has ``parse`` its own text."""
+    if hasattr(type(value), "parse"):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        tag = {"format": value.FORMAT} if hasattr(value, "FORMAT") else {}
+        return tag | {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(cls: type[T], data: Any, where: str = "") -> T:
+    """Build ``cls`` from plain data; ``where`` names the field in errors."""
+    result: T = _decode(cls, data, where)
+    return result
+
+
+def dumps(value: Stored) -> str:
+    return json.dumps(encode(value), allow_nan=False, separators=(",", ":"))
+
+
+def loads(cls: type[S], text: str, source: str) -> S:
+    """Read a value from JSON text; ``source`` (a file name) starts every error."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise FormatError(
+            f"{source}: not complete JSON (line {error.lineno}, column {error.colno}: {error.msg}); "
+            "the file is truncated or was edited by hand: write it again"
+        ) from None
+    try:
+        return decode(cls, data)
+    except PenstockError as error:
+        raise type(error)(f"{source}: {error}") from None
+
+
+def save(value: Stored, path: Path) -> None:
+    """Write a value so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(dumps(value) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def load(cls: type[S], path: Path) -> S:
+    return loads(cls, read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file a user named; every way this fails is one clear line."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FormatError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise FormatError(f"{path}: a directory where a file is expected") from None
+    except UnicodeDecodeError:
+        raise FormatError(f"{path}: not a text file; expected UTF-8 JSON or TOML") from None
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _decode(hint: Any, data: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if hasattr(hint, "parse"):
+        return _decode_text(hint, data, where)
+    if dataclasses.is_dataclass(hint):
+        return _decode_dataclass(hint, data, where)
+    if origin in (typing.Union, types.UnionType):
+        return _decode_optional(hint, data, where)
+    if origin is tuple:
+        return _decode_tuple(hint, data, where)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(data, dict):
+            raise _wrong("an object", data, where)
+        item = typing.get_args(hint)[1]
+        return {key: _decode(item, value, _at(where, key)) for key, value in data.items()}
+    return _decode_scalar(hint, data, where)
+
+
+def _decode_dataclass(cls: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise _wrong(f"an object ({cls.__name__})", data, where)
+    data = dict(data)
+    if hasattr(cls, "FORMAT"):
+        _check_format(cls.FORMAT, data.pop("format", None), where)
+    hints = _hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in data:
+        if key not in fields:
+            raise FormatError(f"{_at(where, key)}: unknown field; {cls.__name__} has {', '.join(fields)}")
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _decode(hints[name], data[name], _at(where, name))
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise FormatError(f"{_at(where, name)}: missing; the file is incomplete: write it again")
+    try:
+        return cls(**values)
+    except PenstockError as error:
+        raise type(error)(f"{where}: {error}" if where else str(error)) from None
+
+
+def _check_format(expected: str, found: Any, where: str) -> None:
+    if found == expected:
+        return
+    field = _at(where, "format")
+    family, _, version = expected.partition("/")
+    if isinstance(found, str) and found.partition("/")[0] == family:
+        raise FormatError(
+            f"{field}: version {found.partition('/')[2]!r} is unknown; this Penstock reads version "
+            f"{version}: write the file again with it, or upgrade Penstock"
+        )
+    raise FormatError(f"{field}: expected {expected!r}, found {found!r}; this is another kind of file")
+
+
+def _decode_text(cls: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, str):
+        raise _wrong("text", data, where)
+    try:
+        return cls.parse(data)
+    except PenstockError as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def _decode_optional(hint: Any, data: Any, where: str) -> Any:
+    choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
+    if data is None and len(choices) < len(typing.get_args(hint)):
+        return None
+    return _decode(choices[0], data, where)
+
+
+def _decode_tuple(hint: Any, data: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise _wrong("a list", data, where)
+    items = typing.get_args(hint)
+    if items[-1] is Ellipsis:
+        return tuple(_decode(items[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if len(data) != len(items):
+        raise _wrong(f"a list of {len(items)}", data, where)
+    return tuple(_decode(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(items, data, strict=True)))
+
+
+def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
+    if hint is float:
+        if isinstance(data, bool) or not isinstance(data, (int, float)):
+            raise _wrong("a number", data, where)
+        if not math.isfinite(data):
+            raise FormatError(f"{where}: {data} is not a finite number; measure it again")
+        return float(data)
+    if hint is int and isinstance(data, bool):
+        raise _wrong("a whole number", data, where)
+    if not isinstance(data, hint):
+        raise _wrong({int: "a whole number", str: "text", bool: "true or false"}[hint], data, where)
+    return data
+
+
+def _at(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _wrong(expected: str, data: Any, where: str) -> FormatError:
+    shown = repr(data)
+    shown = shown if len(shown) <= 40 else shown[:37] + "..."
+    return FormatError(f"{where or 'top level'}: expected {expected}, found {shown}")
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)

@@ -1,0 +1,165 @@
+"""A plan: which layers run where, under which schedule. A plan file is complete: it carries its profile and cluster."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from penstock.cluster import Cluster
+from penstock.errors import PlanError
+from penstock.profile import Profile
+from penstock.schedule import Pipeline, Schedule, build_schedule, family
+
+SYNC_POLICIES = ("all-reduce",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    layers: tuple[int, ...]
+    devices: tuple[int, ...]
+    """one replica on each"""
+    in_flight: int = 1
+    """microbatches that each replica keeps between forward and backward"""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlanError("a stage without layers; leave it out")
+        if not self.devices:
+            raise PlanError(f"stage of layers {list(self.layers)[:3]}...: no device; give it at least one")
+        if self.in_flight < 1:
+            raise PlanError(f"stage of layers {list(self.layers)[:3]}...: in_flight is {self.in_flight}; at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the planner expects of its plan, and what it compared it with."""
+
+    seconds_per_minibatch: float
+    lower_bound_s: float
+    """no plan for this profile and cluster is faster than this"""
+    data_parallel_s: float | None
+    """the same minibatch by plain data parallelism over all devices; None where that does not fit"""
+    one_device_s: float | None
+
+    def __post_init__(self) -> None:
+        for field in ("seconds_per_minibatch", "lower_bound_s"):
+            seconds = getattr(self, field)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise PlanError(f"{field} is {seconds}; it must be a finite number of 0 or more")
+
+    @property
+    def gap(self) -> float:
+        """How far above the proven bound the plan is, as a share of the bound."""
+        return self.seconds_per_minibatch / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    profile: Profile
+    cluster: Cluster
+    stages: tuple[Stage, ...]
+    schedule: str
+    microbatches: int
+    """per minibatch; 1 under an asynchronous schedule, where a microbatch is a minibatch"""
+    sync: str = "all-reduce"
+    prediction: Prediction
+
+    FORMAT: ClassVar[str] = "penstock.plan/1"
+
+    def __post_init__(self) -> None:
+        family(self.schedule)
+        if self.sync not in SYNC_POLICIES:
+            raise PlanError(f"sync {self.sync!r} is unknown; choose one of {', '.join(SYNC_POLICIES)}")
+        if self.microbatches < 1:
+            raise PlanError(f"microbatches is {self.microbatches}; a minibatch has at least one")
+        if self.is_asynchronous and self.microbatches != 1:
+            raise PlanError(
+                f"schedule {self.schedule} with {self.microbatches} microbatches per minibatch; it has no minibatch "
+                "beyond the microbatch: use 1"
+            )
+        self._check_layers()
+        self._check_devices()
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return family(self.schedule).asynchronous
+
+    @property
+    def microbatch_size(self) -> float:
+        """Samples in a microbatch, on average over a minibatch."""
+        return self.profile.batch_size / self.microbatches
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The device of each worker."""
+        return tuple(device for stage in self.stages for device in stage.devices)
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """Workers numbered stage by stage, and what they read from each other."""
+        workers, first = [], 0
+        for stage in self.stages:
+            workers.append(tuple(range(first, first + len(stage.devices))))
+            first += len(stage.devices)
+        owner = self.stage_of_layer
+        reads: list[set[int]] = [set() for _ in self.stages]
+        for value in self.profile.graph.values:
+            for consumer in value.consumers:
+                if owner[consumer] != owner[value.producer]:
+                    reads[owner[consumer]].add(owner[value.producer])
+        return Pipeline(workers=tuple(workers), reads=tuple(tuple(sorted(r)) for r in reads), ties=self._ties())
+
+    @cached_property
+    def stage_of_layer(self) -> dict[int, int]:
+        return {layer: index for index, stage in enumerate(self.stages) for layer in stage.layers}
+
+    @cached_property
+    def worker_names(self) -> tuple[str, ...]:
+        names = []
+        for index, stage in enumerate(self.stages):
+            for replica, device in enumerate(stage.devices):
+                copy = f".{replica}" if len(stage.devices) > 1 else ""
+                names.append(f"stage {index}{copy} on device {device}")
+        return tuple(names)
+
+    def schedule_for(self, minibatches: Sequence[int]) -> Schedule:
+        """The action lists for minibatches of these numbers of microbatches."""
+        return build_schedule(self.schedule, self.pipeline, minibatches, [stage.in_flight for stage in self.stages])
+
+    def _ties(self) -> tuple[tuple[int, ...], ...]:
+        owners: dict[str, set[int]] = defaultdict(set)
+        for layer in self.profile.graph.layers:
+            for name in layer.parameters:
+                owners[name].add(self.stage_of_layer[layer.id])
+        return tuple(sorted({tuple(sorted(stages)) for stages in owners.values() if len(stages) > 1}))
+
+    def _check_layers(self) -> None:
+        placed = [layer for stage in self.stages for layer in stage.layers]
+        known = self.profile.graph.by_id
+        unknown = sorted(set(placed) - set(known))
+        if unknown:
+            raise PlanError(f"layers {unknown[:4]} are not in the profile of {self.profile.model}; plan it again")
+        if len(placed) != len(set(placed)) or len(placed) != len(known):
+            missing = sorted(set(known) - set(placed))[:4]
+            twice = sorted({layer for layer in placed if placed.count(layer) > 1})[:4]
+            raise PlanError(f"each layer belongs to one stage; missing: {missing}, in several: {twice}")
+        for value in self.profile.graph.values:
+            for consumer in value.consumers:
+                source, target = self.stage_of_layer[value.producer], self.stage_of_layer[consumer]
+                if source > target:
+                    raise PlanError(
+                        f"value {value.name!r} would flow back from stage {source} to stage {target}; reorder the stages"
+                    )
+
+    def _check_devices(self) -> None:
+        if len(self.devices) > len(self.cluster.devices):
+            raise PlanError(f"{len(self.devices)} workers but {self.cluster.name} has {len(self.cluster.devices)} devices")
+        for device in self.devices:
+            if not 0 <= device < len(self.cluster.devices):
+                raise PlanError(f"device {device} is not in {self.cluster.name}, which has {len(self.cluster.devices)}")
+            if self.devices.count(device) > 1:
+                raise PlanError(f"device {device} is used twice; a device runs one worker")

@@ -1,0 +1,120 @@
+"""Chooses a plan: candidates from the dynamic program, each scored by the simulator, never worse than the baselines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.cluster import Cluster
+from penstock.cost import CostModel
+from penstock.errors import PlanError
+from penstock.plan import Plan, Prediction, Stage
+from penstock.planner.contiguous import ContiguousCuts
+from penstock.profile import Profile
+from penstock.schedule import default_depth, family
+from penstock.simulate import simulate
+from penstock.units import show_bytes
+
+
+def make_plan(
+    profile: Profile, cluster: Cluster, *, schedule: str = "pipedream", microbatches: int | None = None
+) -> Plan:
+    """The fastest plan found for this schedule; plain data parallelism and a single device are always candidates.
+
+    ``microbatches`` per minibatch applies to synchronous schedules; by default four for each device.
+    """
+    count = _microbatches(profile, cluster, schedule, microbatches)
+    costs = CostModel(profile=profile, cluster=cluster, microbatch_size=profile.batch_size / count)
+    cuts = ContiguousCuts(costs=costs, asynchronous=family(schedule).asynchronous, microbatches=count)
+    whole = profile.graph.order
+    baselines = {
+        "data_parallel_s": (Stage(layers=whole, devices=tuple(range(len(cluster.devices)))),),
+        "one_device_s": (Stage(layers=whole, devices=(_fastest_device(costs),)),),
+    }
+    bound_s = _lower_bound_s(costs) * count
+    draft = Plan(
+        profile=profile,
+        cluster=cluster,
+        stages=baselines["one_device_s"],
+        schedule=schedule,
+        microbatches=count,
+        prediction=Prediction(
+            seconds_per_minibatch=0.0, lower_bound_s=bound_s, data_parallel_s=None, one_device_s=None
+        ),
+    )
+    scored = [
+        (seconds, plan)
+        for stages in (*baselines.values(), *cuts.candidates())
+        if (plan := _complete(draft, stages, costs)) and (seconds := _seconds_per_minibatch(plan)) >= 0
+    ]
+    if not scored:
+        raise PlanError(_explain_too_large(costs))
+    of_stages = {plan.stages: seconds for seconds, plan in scored}
+    known = {
+        name: next((s for stages_, s in of_stages.items() if _same_cut(stages_, stages)), None)
+        for name, stages in baselines.items()
+    }
+    seconds, best = min(scored, key=lambda item: (item[0], len(item[1].devices)))
+    return replace(best, prediction=Prediction(seconds_per_minibatch=seconds, lower_bound_s=bound_s, **known))
+
+
+def _microbatches(profile: Profile, cluster: Cluster, schedule: str, asked: int | None) -> int:
+    if family(schedule).asynchronous:
+        if asked not in (None, 1):
+            raise PlanError(f"schedule {schedule} updates after every microbatch; leave --microbatches out")
+        return 1
+    count = asked or min(profile.batch_size, 4 * len(cluster.devices))
+    if not 1 <= count <= profile.batch_size:
+        raise PlanError(f"{count} microbatches from a batch of {profile.batch_size}; choose 1 to {profile.batch_size}")
+    return count
+
+
+def _complete(draft: Plan, stages: tuple[Stage, ...], costs: CostModel) -> Plan | None:
+    """The plan with these stages and their depths, or None where a device is too small for its stage."""
+    plan = replace(draft, stages=stages)
+    own = [-(-plan.microbatches // len(stage.devices)) for stage in stages]
+    depths = [default_depth(plan.pipeline, index) for index in range(len(stages))]
+    kind = family(plan.schedule)
+    if kind.all_forwards_first:
+        depths = own
+    elif not kind.asynchronous:
+        depths = [min(depth, limit) for depth, limit in zip(depths, own, strict=True)]
+    stages = tuple(replace(stage, in_flight=depth) for stage, depth in zip(stages, depths, strict=True))
+    for stage in stages:
+        need = costs.stage_memory_bytes(stage, versions=stage.in_flight if kind.asynchronous else 1)
+        if any(need > (costs.cluster.devices[device].memory_bytes or need) for device in stage.devices):
+            return None
+    return replace(plan, stages=stages)
+
+
+def _seconds_per_minibatch(plan: Plan) -> float:
+    """Simulated long enough for a steady rate."""
+    minibatches = 8 * len(plan.devices) + 16 if plan.is_asynchronous else 4
+    rate = simulate(plan, minibatches).samples_per_s
+    return plan.profile.batch_size / rate if rate > 0 else 0.0
+
+
+def _lower_bound_s(costs: CostModel) -> float:
+    """Seconds per microbatch if all devices shared all work perfectly and nothing had to be moved."""
+    graph = costs.profile.graph
+    ids = [layer.id for layer in graph.layers]
+    alone_s = [costs.forward_s(ids, d) + costs.backward_s(ids, d) for d in range(len(costs.cluster.devices))]
+    return 1 / sum(1 / seconds for seconds in alone_s) if min(alone_s) > 0 else 0.0
+
+
+def _fastest_device(costs: CostModel) -> int:
+    ids = costs.profile.graph.order
+    return min(range(len(costs.cluster.devices)), key=lambda d: costs.forward_s(ids, d) + costs.backward_s(ids, d))
+
+
+def _same_cut(first: tuple[Stage, ...], second: tuple[Stage, ...]) -> bool:
+    return [(s.layers, s.devices) for s in first] == [(s.layers, s.devices) for s in second]
+
+
+def _explain_too_large(costs: CostModel) -> str:
+    whole = Stage(layers=costs.profile.graph.order, devices=(0,))
+    need = costs.stage_memory_bytes(whole, versions=1)
+    have = [device.memory_bytes for device in costs.cluster.devices if device.memory_bytes is not None]
+    return (
+        f"{costs.profile.model} needs {show_bytes(need)} on one device, and no cut of it fits {costs.cluster.name}, "
+        f"whose largest device has {show_bytes(max(have))}; add devices, or lower the batch size"
+    )

@@ -1,0 +1,1 @@
+"""The part of Penstock that needs torch: capture, measure, split, run."""

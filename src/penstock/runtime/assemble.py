@@ -1,0 +1,135 @@
+"""Puts a worker together from a job and a plan. Training, verification, benchmarks and tests all start here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.errors import PlanError
+from penstock.job import Job
+from penstock.plan import Plan
+from penstock.runtime.capture import Captured, capture
+from penstock.runtime.data import load_batch, load_microbatch
+from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.measure import to_device
+from penstock.runtime.split import Splitter, check_same_model
+from penstock.runtime.stage import StageModule
+from penstock.runtime.sync import GradientSync, owners_of_parameters
+from penstock.runtime.transport import Transport
+from penstock.runtime.weights import Weights
+from penstock.runtime.worker import Segment, Worker
+from penstock.sampling import Epoch
+from penstock.sync import sync_policy
+
+
+@dataclass(frozen=True)
+class JobFeed:
+    """Reads microbatches of one epoch, at the stages that need them; elsewhere nothing is loaded."""
+
+    job: Job
+    epoch: Epoch
+    captured: Captured
+    device: torch.device
+    needed: bool
+
+    def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
+        if not self.needed:
+            return (), None
+        inputs, target = to_device(load_microbatch(self.job, self.epoch, microbatch), self.device)
+        return self.captured.bind(inputs), target
+
+
+def capture_for_plan(job: Job, plan: Plan) -> Splitter:
+    """The job's model, captured as it was for the plan's profile."""
+    check_job(job, plan)
+    inputs, _ = load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0)
+    splitter = Splitter(capture(job.model, inputs))
+    check_same_model(splitter, (layer.name for layer in plan.profile.graph.layers), "the plan")
+    return splitter
+
+
+def check_job(job: Job, plan: Plan) -> None:
+    if plan.profile.batch_size != job.batch_size:
+        raise PlanError(
+            f"the plan is for minibatches of {plan.profile.batch_size} samples, the job has {job.batch_size}; "
+            "profile and plan again"
+        )
+
+
+def make_epoch(job: Job, plan: Plan, number: int) -> Epoch:
+    return Epoch(
+        num_samples=len(job.data),  # type: ignore[arg-type]
+        batch_size=job.batch_size,
+        microbatches=plan.microbatches,
+        seed=job.seed,
+        number=number,
+    )
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A worker with what it takes to give it an epoch."""
+
+    job: Job
+    plan: Plan
+    splitter: Splitter
+    worker: Worker
+
+    def segment(self, epoch: Epoch, first_microbatch: int = 0, first_round: int = 0) -> Segment:
+        section = self.worker.stage.section
+        return Segment(
+            schedule=self.plan.schedule_for(epoch.minibatches),
+            samples=epoch.samples,
+            feed=JobFeed(
+                job=self.job,
+                epoch=epoch,
+                captured=self.splitter.captured,
+                device=self.worker.device,
+                needed=bool(section.reads) or section.makes_output,
+            ),
+            first_microbatch=first_microbatch,
+            first_round=first_round,
+        )
+
+
+def assemble(
+    job: Job,
+    plan: Plan,
+    *,
+    transport: Transport,
+    clock: Callable[[], float],
+    device: torch.device,
+    timeout_s: float,
+) -> Assembly:
+    """The worker of ``transport.rank``: its section of the model, its ends of the channels, its share of the sync."""
+    splitter = capture_for_plan(job, plan)
+    pipeline = plan.pipeline
+    index = pipeline.stage_of[transport.rank]
+    section = splitter.section(plan.stages[index].layers)
+    section.module.to(device)
+    edges = splitter.edge_values([stage.layers for stage in plan.stages])
+    weights = Weights(section.parameters, job.optimizer)
+    rebuild = splitter.captured.rebuild_output
+    worker = Worker(
+        rank=transport.rank,
+        stage_index=index,
+        stage=StageModule(section, weights, lambda output, target: job.loss(rebuild(output), target)),
+        mailbox=Mailbox(
+            pipeline,
+            {edge: len(names) for edge, names in edges.items()},
+            transport=transport,
+            device=device,
+            timeout_s=timeout_s,
+        ),
+        sync=GradientSync(
+            owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s
+        ),
+        clock=clock,
+        device=device,
+        sends_to={target: names for (source, target), names in edges.items() if source == index},
+        receives_from={source: names for (source, target), names in edges.items() if target == index},
+    )
+    return Assembly(job, plan, splitter, worker)

@@ -1,0 +1,259 @@
+"""Turns an unmodified model into one graph of operations, grouped into layers.
+
+Three front ends, tried in this order, each held to the same test (same outputs as the model, also for a smaller batch):
+
+    export   torch.export, non-strict: operations with the module they come from
+    fx       torch.fx symbolic tracing, with ever larger modules left whole
+    module   the children of an nn.Sequential, or the whole model as a single layer
+
+All three give an fx graph over the model's own parameters, so everything behind this file knows one form.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import CaptureError
+from penstock.runtime.grouping import CapturedLayer, group_into_layers
+from penstock.runtime.inplace import mutated_arguments
+
+log = logging.getLogger(__name__)
+
+FRONT_ENDS = ("export", "fx", "module")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    front_end: str
+    graph: fx.Graph
+    root: nn.Module
+    """holds what the graph names: parameters, buffers, modules"""
+    layers: tuple[CapturedLayer, ...]
+    canonical_names: dict[int, str]
+    """id of a parameter or buffer -> the first name the model gives it"""
+    bind: Callable[[Any], list[Any]]
+    """the job's inputs, in the order of the graph's placeholders"""
+    rebuild_output: Callable[[Any], Any]
+    """what the graph's output node holds -> what the model returns"""
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+
+def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a job's inputs reach the model: a dict by name, a tuple or list by position, anything else alone."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def capture(model: nn.Module, inputs: Any) -> Captured:
+    """Capture ``model`` in training mode, leaving it as it was: weights, buffers, mode and random state."""
+    with untouched(model):
+        model.train()
+        reasons = []
+        for name, front_end in zip(FRONT_ENDS, (_export, _fx, _module), strict=True):
+            for attempt in front_end(model, inputs):
+                try:
+                    captured = attempt()
+                    _check_same(model, captured, inputs)
+                except Exception as error:  # whatever a front end cannot do, the next may
+                    reasons.append(f"{name}: {_first_line(error)}")
+                    log.debug("front end %s: %s", name, error)
+                    continue
+                return captured
+    raise CaptureError(f"{type(model).__name__} cannot be captured; " + "; ".join(reasons))
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Put mode, buffers, gradients and the random state back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+            with torch.no_grad():
+                for buffer, saved in buffers.items():
+                    buffer.copy_(saved)
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+
+def _export(model: nn.Module, inputs: Any) -> Iterator[Callable[[], Captured]]:
+    def attempt() -> Captured:
+        args, kwargs = call_arguments(inputs)
+        names = list(kwargs)
+        dynamic = pytree.tree_map(_any_batch, (args, kwargs))
+        exported = torch.export.export(
+            model, args, kwargs, dynamic_shapes=_by_parameter(model, *dynamic), strict=False
+        )
+        module = exported.module(check_guards=False)
+        out_spec = exported.call_spec.out_spec
+
+        def bind(given: Any) -> list[Any]:
+            given_args, given_kwargs = call_arguments(given)
+            return pytree.tree_leaves((given_args, {name: given_kwargs[name] for name in names}))
+
+        def rebuild(flat: Any) -> Any:
+            return pytree.tree_unflatten(list(flat), out_spec)
+
+        assert isinstance(module, fx.GraphModule)
+        _drop_assertions(module.graph)
+        return _captured("export", model, module, module.graph, bind, rebuild)
+
+    yield attempt
+
+
+def _any_batch(leaf: Any) -> Any:
+    """Let the first dimension vary: the last microbatch may be smaller."""
+    if isinstance(leaf, Tensor) and leaf.dim() > 0:
+        return {0: torch.export.Dim.AUTO}
+    return None
+
+
+def _by_parameter(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """dynamic_shapes wants one entry per argument of forward, by name where there are keywords."""
+    if not kwargs:
+        return args
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    return dict(bound.arguments)
+
+
+def _drop_assertions(graph: fx.Graph) -> None:
+    """Export's own checks of sizes would tie a stage to values that it does not need."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and "assert" in str(node.target):
+            graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(mutated_arguments(node)))
+
+
+def _fx(model: nn.Module, inputs: Any) -> Iterator[Callable[[], Captured]]:
+    depths = [name.count(".") + 1 for name, _ in model.named_modules() if name]
+    yield lambda: _traced(model, fx.Tracer())
+    for depth in range(max(depths, default=1), 0, -1):
+        yield lambda depth=depth: _traced(model, _LeafTracer(depth))  # type: ignore[misc]
+
+
+class _LeafTracer(fx.Tracer):
+    """Keeps modules nested ``depth`` deep, or deeper, whole."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name.count(".") + 1 >= self.depth or super().is_leaf_module(m, module_qualified_name)
+
+
+def _traced(model: nn.Module, tracer: fx.Tracer) -> Captured:
+    signature = inspect.signature(model.forward)
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
+        raise CaptureError("forward takes *args or **kwargs")
+    graph = tracer.trace(model)
+
+    def bind(given: Any) -> list[Any]:
+        args, kwargs = call_arguments(given)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return [bound.arguments[name] for name in signature.parameters]
+
+    return _captured("fx", model, model, graph, bind, lambda output: output)
+
+
+def _module(model: nn.Module, inputs: Any) -> Iterator[Callable[[], Captured]]:
+    if isinstance(model, nn.Sequential):
+        yield lambda: _chain(model, model, [name for name, _ in model.named_children()], inputs)
+    whole = nn.Module()
+    whole.add_module("model", model)
+    yield lambda: _chain(model, whole, ["model"], inputs)
+
+
+def _chain(model: nn.Module, root: nn.Module, names: list[str], inputs: Any) -> Captured:
+    """A graph that calls one module after another; the first gets all of the job's inputs."""
+    args, kwargs = call_arguments(inputs)
+    keys = list(kwargs)
+    graph = fx.Graph()
+    positional = tuple(graph.placeholder(f"input_{i}") for i in range(len(args)))
+    by_name = {key: graph.placeholder(key) for key in keys}
+    node = graph.call_module(names[0], positional, by_name)
+    for name in names[1:]:
+        node = graph.call_module(name, (node,))
+    graph.output(node)
+
+    def bind(given: Any) -> list[Any]:
+        given_args, given_kwargs = call_arguments(given)
+        return [*given_args, *(given_kwargs[key] for key in keys)]
+
+    return _captured("module", model, root, graph, bind, lambda output: output)
+
+
+def _captured(
+    front_end: str,
+    model: nn.Module,
+    root: nn.Module,
+    graph: fx.Graph,
+    bind: Callable[[Any], list[Any]],
+    rebuild_output: Callable[[Any], Any],
+) -> Captured:
+    canonical = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return Captured(
+        front_end=front_end,
+        graph=graph,
+        root=root,
+        layers=group_into_layers(graph, root),
+        canonical_names=canonical,
+        bind=bind,
+        rebuild_output=rebuild_output,
+    )
+
+
+def _check_same(model: nn.Module, captured: Captured, inputs: Any) -> None:
+    """The graph must compute what the model computes, for this batch and for a smaller one."""
+    smaller = pytree.tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() > 0 and len(x) > 1 else x, inputs)
+    for given, must_work in ((inputs, True), (smaller, False)):
+        args, kwargs = call_arguments(given)
+        state = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                expected = model(*args, **kwargs)
+        except Exception:
+            if must_work:
+                raise
+            return  # the model itself does not take that size
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            flat = fx.Interpreter(fx.GraphModule(captured.root, captured.graph), graph=captured.graph).run(
+                *captured.bind(given), enable_io_processing=False
+            )
+        _compare(expected, captured.rebuild_output(flat))
+
+
+def _compare(expected: Any, found: Any) -> None:
+    one, two = pytree.tree_leaves(expected), pytree.tree_leaves(found)
+    if len(one) != len(two):
+        raise CaptureError(f"the captured graph returns {len(two)} values, the model {len(one)}")
+    for left, right in zip(one, two, strict=True):
+        if isinstance(left, Tensor) and not torch.allclose(left, right, rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise CaptureError("the captured graph computes something else than the model")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

@@ -1,0 +1,210 @@
+"""Cuts a captured graph into sections: one per stage to run it, one per layer to measure it.
+
+A section is a function of the model inputs and the values it receives, over its own part of the model's parameters,
+known by the model's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.errors import PlanError
+from penstock.runtime.capture import Captured
+from penstock.runtime.grouping import is_number, is_operation
+from penstock.runtime.inplace import base_of, mutated_arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    module: fx.GraphModule
+    """takes `reads` then `receives`; returns (values sent, what the output node needs or None)"""
+    reads: tuple[int, ...]
+    """positions of the model inputs it takes from its own loader"""
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    makes_output: bool
+    parameters: Mapping[str, nn.Parameter]
+    """by the model's own names, a tied one once"""
+    local_names: Mapping[str, tuple[str, ...]]
+    """the names by which the module knows each of them"""
+    buffers: Mapping[str, Tensor]
+    """by the model's own names; the module updates them in place"""
+
+    def run(self, leaves: Mapping[str, Tensor], arguments: Iterable[Any]) -> tuple[tuple[Any, ...], Any]:
+        """Compute with the given tensors in place of the parameters."""
+        given = {local: leaves[name] for name, locals_ in self.local_names.items() for local in locals_}
+        result: tuple[tuple[Any, ...], Any] = torch.func.functional_call(
+            self.module, given, tuple(arguments), tie_weights=False
+        )
+        return result
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Answers which values each layer makes and reads, and builds sections from sets of layers.
+
+    Layers are numbered by their place in ``captured.layers``; the last is the loss, which reads the model's output.
+    """
+
+    captured: Captured
+
+    @cached_property
+    def layer_of(self) -> dict[fx.Node, int]:
+        return {node: index for index, layer in enumerate(self.captured.layers) for node in layer.nodes}
+
+    @property
+    def loss_layer(self) -> int:
+        return len(self.captured.layers) - 1
+
+    @cached_property
+    def consumers(self) -> dict[fx.Node, tuple[int, ...]]:
+        """For each value that leaves its layer, the layers that read it, in the order of the graph."""
+        found: dict[fx.Node, dict[int, None]] = {node: {} for node in self.layer_of}
+        for node, index in self.layer_of.items():
+            for source in self._tensor_sources(node.all_input_nodes):
+                if source in found and self.layer_of[source] != index:
+                    found[source][index] = None
+        for source in self._tensor_sources(self._output_node.all_input_nodes):
+            if source in found:
+                found[source][self.loss_layer] = None
+        return {node: tuple(layers) for node, layers in found.items() if layers}
+
+    def parameters_of(self, layer: int) -> tuple[str, ...]:
+        """The model's names of the parameters that a layer uses."""
+        return tuple(self._parameters(self.captured.layers[layer].nodes))
+
+    def edge_values(self, stages: Sequence[Collection[int]]) -> dict[tuple[int, int], tuple[str, ...]]:
+        """For each pair of stages that exchange anything, the names of the values, in the order of the graph."""
+        stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+        found: dict[tuple[int, int], list[str]] = {}
+        for node, readers in self.consumers.items():
+            source = stage_of[self.layer_of[node]]
+            for target in sorted({stage_of[reader] for reader in readers} - {source}):
+                found.setdefault((source, target), []).append(node.name)
+        return {edge: tuple(names) for edge, names in found.items()}
+
+    def section(self, layers: Collection[int]) -> Section:
+        """The part of the graph in these layers."""
+        members = set(layers)
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        nodes = [node for node in self.captured.graph.nodes if self.layer_of.get(node) in members]
+        has_loss = self.loss_layer in members
+        ends = [self._output_node] if has_loss else []
+        outside = self._outside(nodes + ends, set(nodes))
+        inputs = [node for node in self.captured.placeholders if node in outside]
+        received = [node for node in self.captured.graph.nodes if node in outside and node.op != "placeholder"]
+        for node in (*inputs, *received):
+            copies[node] = graph.placeholder(node.name)
+        self._clone_what_is_overwritten(graph, nodes, copies, received)
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in copies:  # a parameter, or a number that this section works out for itself
+                copies[node] = graph.node_copy(node, copied)
+            return copies[node]
+
+        for node in nodes:
+            copies[node] = graph.node_copy(node, copied)
+        sent = [node for node in nodes if any(reader not in members for reader in self.consumers.get(node, ()))]
+        output = fx.map_arg(self._output_node.args[0], copied) if has_loss else None
+        graph.output((tuple(copies[node] for node in sent), output))
+        module = fx.GraphModule(self._targets(graph), graph)
+        parameters = self._parameters(graph.nodes)
+        local: dict[str, list[str]] = {name: [] for name in parameters}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            local[self.captured.canonical_names[id(parameter)]].append(name)
+        return Section(
+            module=module,
+            reads=tuple(self.captured.placeholders.index(node) for node in inputs),
+            receives=tuple(node.name for node in received),
+            sends=tuple(node.name for node in sent),
+            makes_output=has_loss,
+            parameters=parameters,
+            local_names={name: tuple(names) for name, names in local.items()},
+            buffers={
+                self.captured.canonical_names[id(buffer)]: buffer
+                for buffer in module.buffers()
+                if id(buffer) in self.captured.canonical_names
+            },
+        )
+
+    @cached_property
+    def _output_node(self) -> fx.Node:
+        return next(node for node in reversed(list(self.captured.graph.nodes)) if node.op == "output")
+
+    def _tensor_sources(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Through numbers back to the values and model inputs they are worked out from."""
+        found: dict[fx.Node, None] = {}
+        stack = list(nodes)[::-1]
+        while stack:
+            node = stack.pop()
+            if is_number(node):
+                stack.extend(node.all_input_nodes[::-1])
+            elif node.op == "placeholder" or is_operation(node):
+                found[node] = None
+        return list(found)
+
+    def _outside(self, nodes: Iterable[fx.Node], members: set[fx.Node]) -> set[fx.Node]:
+        needed = {source for node in nodes for source in self._tensor_sources(node.all_input_nodes)}
+        return needed - members
+
+    def _clone_what_is_overwritten(
+        self, graph: fx.Graph, nodes: list[fx.Node], copies: dict[fx.Node, fx.Node], received: list[fx.Node]
+    ) -> None:
+        """Autograd forbids writing into a received tensor, which is a leaf here."""
+        for node in nodes:
+            for written in mutated_arguments(node, self.captured.root):
+                base = base_of(written)
+                if base in received and copies[base].op == "placeholder":
+                    copies[base] = graph.call_method("clone", (copies[base],))
+
+    def _targets(self, graph: fx.Graph) -> dict[str, Any]:
+        """What the graph names in the root: tensors for get_attr, modules for call_module."""
+        targets: dict[str, Any] = {}
+        for node in graph.nodes:
+            name = str(node.target)
+            if node.op == "get_attr":
+                path, _, attribute = name.rpartition(".")
+                targets[name] = getattr(self.captured.root.get_submodule(path), attribute)
+            elif node.op == "call_module":
+                targets[name] = self.captured.root.get_submodule(name)
+        return targets
+
+    def _parameters(self, nodes: Iterable[fx.Node]) -> dict[str, nn.Parameter]:
+        found: dict[str, nn.Parameter] = {}
+        for node in nodes:
+            for source in (node, *node.all_input_nodes):
+                for parameter in self._held_by(source):
+                    name = self.captured.canonical_names.get(id(parameter))
+                    if name is not None:
+                        found[name] = parameter
+        return found
+
+    def _held_by(self, node: fx.Node) -> Iterable[nn.Parameter]:
+        name = str(node.target)
+        if node.op == "call_module":
+            return self.captured.root.get_submodule(name).parameters()
+        if node.op == "get_attr":
+            path, _, attribute = name.rpartition(".")
+            value = getattr(self.captured.root.get_submodule(path), attribute)
+            return (value,) if isinstance(value, nn.Parameter) else ()
+        return ()
+
+
+def check_same_model(splitter: Splitter, names: Iterable[str], source: str) -> None:
+    """The layers of the captured model must be those that a plan or profile was made for."""
+    ours, theirs = [layer.name for layer in splitter.captured.layers], list(names)
+    if ours == theirs:
+        return
+    where = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    shown = [repr(side[where]) if where < len(side) else "nothing" for side in (ours, theirs)]
+    raise PlanError(
+        f"{source} is for another model: layer {where} is {shown[1]} there and {shown[0]} in this job "
+        f"({len(theirs)} and {len(ours)} layers); profile and plan this job"
+    )

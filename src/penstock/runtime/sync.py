@@ -1,0 +1,73 @@
+"""Sums the gradients of a round over the workers that own a parameter, as the sync policy says."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from penstock.plan import Plan
+from penstock.runtime.transport import Transport
+from penstock.runtime.weights import Weights
+from penstock.sync import SyncPolicy
+
+
+def owners_of_parameters(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """For each parameter, the workers that hold it: replicas of its stage, and of every other stage it is tied to."""
+    owners: dict[str, set[int]] = defaultdict(set)
+    for layer in plan.profile.graph.layers:
+        for name in layer.parameters:
+            owners[name].update(plan.pipeline.workers[plan.stage_of_layer[layer.id]])
+    return {name: tuple(sorted(workers)) for name, workers in owners.items()}
+
+
+def sync_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Every set of workers that will ever sum together, in an order all workers agree on."""
+    return sorted({workers for workers in owners_of_parameters(plan).values() if len(workers) > 1})
+
+
+class GradientSync:
+    def __init__(
+        self, owners: Mapping[str, tuple[int, ...]], policy: SyncPolicy, *, transport: Transport, timeout_s: float
+    ) -> None:
+        self.owners, self.policy = owners, policy
+        self.transport, self.timeout_s = transport, timeout_s
+
+    def run(self, weights: Weights, round_index: int) -> None:
+        """Replace the round's gradients by their sum over the group of each parameter."""
+        groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name, parameter in weights.parameters.items():
+            group = self.policy.group(self.owners[name], self.transport.rank, round_index)
+            if len(group) > 1 and parameter.requires_grad:
+                groups[group].append(name)
+        for group, names in sorted(groups.items()):
+            self._sum(weights, group, sorted(names))
+
+    def _sum(self, weights: Weights, group: tuple[int, ...], names: list[str]) -> None:
+        """One message per group and dtype. Presence travels along: a gradient that nobody has stays absent,
+        as in one process, so that optimizers which decay weights leave the parameter alone."""
+        for dtype, members in _by_dtype(weights, names).items():
+            parts = [weights.gradients.get(name) for name in members]
+            present = torch.tensor([part is not None for part in parts], dtype=dtype, device=_device(weights))
+            zeros = [weights.parameters[n].new_zeros(()).expand(weights.parameters[n].shape) for n in members]
+            tensors = [zero if part is None else part for part, zero in zip(parts, zeros, strict=True)]
+            flat = torch.cat([present, *(tensor.reshape(-1) for tensor in tensors)])
+            self.transport.all_reduce(flat, group, self.timeout_s)
+            counts, sizes = flat[: len(members)].tolist(), [tensor.numel() for tensor in tensors]
+            for name, count, piece in zip(members, counts, flat[len(members) :].split(sizes), strict=True):
+                if count > 0:
+                    weights.gradients[name] = piece.view(weights.parameters[name].shape)
+
+
+def _by_dtype(weights: Weights, names: Iterable[str]) -> dict[torch.dtype, list[str]]:
+    found: dict[torch.dtype, list[str]] = defaultdict(list)
+    for name in names:
+        found[weights.parameters[name].dtype].append(name)
+    return found
+
+
+def _device(weights: Weights) -> torch.device:
+    tensor: Tensor = next(iter(weights.parameters.values()))
+    return tensor.device

@@ -1,0 +1,227 @@
+"""Training as one worker process sees it: join the others, run the epochs, keep checkpoints, hand in the trace."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock import codec
+from penstock.errors import PlanError, WorkerError
+from penstock.job import Job
+from penstock.plan import Plan
+from penstock.run import Result, RunDirectory
+from penstock.runtime import checkpoint
+from penstock.runtime.assemble import Assembly, assemble, check_job, make_epoch
+from penstock.runtime.measure import device_kind
+from penstock.runtime.progress import ProgressLine, Report
+from penstock.runtime.sync import sync_groups
+from penstock.runtime.transport import TorchTransport
+from penstock.schedule import Action, Kind
+from penstock.trace import Event, Trace, merge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    run: RunDirectory
+    resume: Path | None = None
+    timeout_s: float = 300.0
+    quiet: bool = False
+
+
+def train_worker(job: Job, plan: Plan, options: Options) -> None:
+    """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
+    with worker_process(plan, options.timeout_s) as device:
+        check_job(job, plan)
+        transport = TorchTransport(sync_groups(plan))
+        assembly = assemble(
+            job, plan, transport=transport, clock=time.perf_counter, device=device, timeout_s=options.timeout_s
+        )
+        _Training(assembly, options).run()
+
+
+@contextmanager
+def worker_process(plan: Plan, timeout_s: float) -> Iterator[torch.device]:
+    """Join the process group with a share of the machine that matches what was profiled; leave it at the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher alone acts on it
+    rank, world, local = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if world != len(plan.devices):
+        raise PlanError(
+            f"{world} processes were started for a plan of {len(plan.devices)} workers; start one per worker "
+            f"(torchrun --nnodes ... --nproc-per-node ... so that the product is {len(plan.devices)})"
+        )
+    device = choose_device(plan, local)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield device
+    except WorkerError as error:
+        raise type(error)(f"[worker {rank}] {error}") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(plan: Plan, local_rank: int) -> torch.device:
+    """The GPU of this local rank where there is one; else a set of cores of its own, if there are enough."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    threads = plan.profile.threads
+    torch.set_num_threads(threads)
+    cores = sorted(os.sched_getaffinity(0))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if len(cores) >= local_world * threads:
+        os.sched_setaffinity(0, cores[local_rank * threads : (local_rank + 1) * threads])
+    return torch.device("cpu")
+
+
+class _Training:
+    def __init__(self, assembly: Assembly, options: Options) -> None:
+        self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
+        self.assembly, self.options, self.run_directory = assembly, options, options.run
+        self.rank = self.worker.rank
+        self.store = dist.distributed_c10d._get_default_store()
+        self.losses: dict[int, tuple[float, int]] = {}
+        """microbatch of the run -> loss and samples"""
+        self.samples_done = 0
+        self.seconds = 0.0
+        self._published_s = 0.0
+        self._segment_start_s = 0.0
+        self._line = ProgressLine(self._total_samples()) if self.rank == 0 and not options.quiet else None
+
+    def run(self) -> None:
+        first_epoch = self._restore()
+        origin_s = self._meet("start")
+        self.worker.clock = lambda: time.perf_counter() - origin_s
+        first_microbatch = first_round = 0
+        sizes: list[int] = []
+        for number in range(first_epoch, self.job.epochs):
+            epoch = make_epoch(self.job, self.plan, number)
+            segment = self.assembly.segment(epoch, first_microbatch, first_round)
+            self._segment_start_s = self.worker.clock()
+            self.worker.on_action = lambda action, epoch=epoch, base=first_microbatch: self._after(action, epoch.samples, base)  # type: ignore[misc]
+            self.worker.run(segment)
+            self._meet(f"epoch-{number}")
+            self.seconds += self.worker.clock() - self._segment_start_s
+            sizes.extend(epoch.samples)
+            first_microbatch += len(epoch.samples)
+            first_round += max(len(rounds) for rounds in segment.schedule.rounds)
+            self._checkpoint(number + 1)
+        if self._line:
+            self._line.close()
+        self._hand_in(tuple(sizes))
+
+    def _after(self, action: Action, samples: tuple[int, ...], base: int) -> None:
+        if action.kind is Kind.FORWARD and action.index in self.worker.stage.losses:
+            loss = self.worker.stage.losses.pop(action.index)
+            self.losses[base + action.index] = (loss, samples[action.index])
+        if action.kind is Kind.BACKWARD and action.stage == 0:
+            self.samples_done += samples[action.index]
+        now_s = self.worker.clock()
+        if now_s - self._published_s > 0.25 and not self.options.quiet:
+            self._published_s = now_s
+            self._publish(now_s)
+
+    def _publish(self, now_s: float) -> None:
+        """Tell worker 0 how it goes; worker 0 shows what all have told."""
+        elapsed_s = self.seconds + now_s - self._segment_start_s
+        recent = [loss for loss, _ in itertools.islice(reversed(self.losses.values()), 20)]
+        report = Report(
+            samples=self.samples_done,
+            busy=self.worker.busy_s / elapsed_s if elapsed_s > 0 else 0.0,
+            loss=sum(recent) / len(recent) if recent else None,
+        )
+        self.store.set(f"penstock/progress/{self.rank}", json.dumps(report._asdict()))
+        if self._line:
+            keys = [f"penstock/progress/{rank}" for rank in range(len(self.plan.devices))]
+            reports = [Report(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
+            self._line.show(reports, elapsed_s)
+
+    def _total_samples(self) -> int:
+        return len(self.job.data) * self.job.epochs  # type: ignore[arg-type]
+
+    def _meet(self, name: str) -> float:
+        """Wait for all workers; returns the moment, which all take as the same."""
+        dist.barrier()
+        return time.perf_counter()
+
+    def _restore(self) -> int:
+        if self.options.resume is None:
+            return 0
+        stage = self.worker.stage
+        return checkpoint.restore(self.options.resume, stage.section, stage.weights)
+
+    def _checkpoint(self, epochs_done: int) -> None:
+        """The first replica of every stage writes; a tied parameter is written by the first stage that has it."""
+        directory = checkpoint.directory_of(self.run_directory.checkpoints, epochs_done)
+        pipeline, stage = self.plan.pipeline, self.worker.stage_index
+        written: list[str] = []
+        if self.rank == pipeline.workers[stage][0]:
+            earlier = {
+                name
+                for layers in (self.plan.stages[s].layers for s in range(stage))
+                for name in (p.name for p in self.plan.profile.graph.parameters_of(layers))
+            }
+            module = self.worker.stage
+            written = checkpoint.write_shard(
+                directory, stage, module.section, module.weights, skip=frozenset(earlier)
+            )
+        parts = self._gather(f"checkpoint-{epochs_done}", written)
+        if self.rank == 0:
+            checkpoint.commit(directory, epochs_done, {replicas[0]: parts[replicas[0]] for replicas in pipeline.workers})
+        self._meet("checkpoint")
+
+    def _gather(self, name: str, part: Any) -> list[Any]:
+        """Everybody's part at worker 0 (elsewhere nothing), through the store, as JSON."""
+        self.store.set(f"penstock/{name}/{self.rank}", json.dumps(part))
+        if self.rank != 0:
+            return []
+        return [json.loads(self.store.get(f"penstock/{name}/{rank}")) for rank in range(len(self.plan.devices))]
+
+    def _hand_in(self, sizes: tuple[int, ...]) -> None:
+        events = self._gather("events", [codec.encode(event) for event in self.worker.events])
+        losses = self._gather("losses", [[m, *pair] for m, pair in self.losses.items()])
+        kinds = self._gather("kinds", device_kind(self.worker.device))
+        if self.rank != 0:
+            self._meet("handed in")
+            return
+        parts = [[codec.decode(Event, item) for item in part] for part in events]
+        trace: Trace = merge("measured", self.plan.worker_names, sizes, parts)
+        newest = self.run_directory.newest_checkpoint()
+        result = Result(
+            samples=sum(sizes),
+            seconds=self.seconds,
+            losses=_per_minibatch(itertools.chain.from_iterable(losses), self._microbatches_of_minibatches(sizes)),
+            checkpoint=str(newest.relative_to(self.run_directory.path)) if newest else None,
+            device_kinds={str(rank): kind for rank, kind in enumerate(kinds)},
+        )
+        codec.save(self.plan, self.run_directory.plan)
+        codec.save(trace, self.run_directory.trace)
+        codec.save(result, self.run_directory.result)
+        self._meet("handed in")
+
+    def _microbatches_of_minibatches(self, sizes: tuple[int, ...]) -> list[int]:
+        epochs = -(-sum(sizes) // len(self.job.data))  # type: ignore[arg-type]
+        return [count for number in range(epochs) for count in make_epoch(self.job, self.plan, number).minibatches]
+
+
+def _per_minibatch(losses: Any, minibatches: list[int]) -> tuple[float, ...]:
+    """The mean loss of each minibatch over its samples."""
+    by_microbatch = {int(m): (loss, samples) for m, loss, samples in losses}
+    means, first = [], 0
+    for count in minibatches:
+        rows = [by_microbatch[m] for m in range(first, first + count) if m in by_microbatch]
+        total = sum(samples for _, samples in rows)
+        means.append(sum(loss * samples for loss, samples in rows) / total)
+        first += count
+    return tuple(means)

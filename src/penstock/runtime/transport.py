@@ -1,0 +1,176 @@
+"""Moving tensors between workers. One contract, two implementations, tested by one suite.
+
+``TorchTransport`` speaks torch.distributed between processes; ``LocalTransport`` joins threads of one process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import WorkerError
+from penstock.schedule import Kind
+
+Channel = tuple[int, Kind]
+"""The peer, and what travels: results of its forwards or of its backwards. Messages of a channel keep their order."""
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once it is over; raise if the peer is gone or the time is up."""
+        ...
+
+    def is_over(self) -> bool: ...
+
+
+class Transport(Protocol):
+    rank: int
+
+    def send(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        """Start sending; never blocks. The tensor must stay as it is until the transfer is over."""
+        ...
+
+    def receive(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        """Start receiving into ``tensor`` what the peer sends as its ``number``-th on this channel."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        """Sum over these workers, in place. All of them call it, in the same order of calls."""
+        ...
+
+
+class TorchTransport:
+    """torch.distributed: gloo on CPU, nccl on CUDA. Each direction has a group of its own, so that a late
+    activation never holds up a gradient. Every rank must construct it with the same ``groups``."""
+
+    def __init__(self, groups: Sequence[tuple[int, ...]]) -> None:
+        self.rank = dist.get_rank()
+        self._directions = {kind: dist.new_group() for kind in (Kind.FORWARD, Kind.BACKWARD)}
+        self._groups = {workers: dist.new_group(list(workers)) for workers in groups}
+
+    def send(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        peer, direction = channel
+        return _Transfer(dist.isend(tensor, peer, group=self._directions[direction], tag=number), tensor)
+
+    def receive(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        peer, direction = channel
+        return _Transfer(dist.irecv(tensor, peer, group=self._directions[direction], tag=number), tensor)
+
+    def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        work = dist.all_reduce(tensor, group=self._groups[workers], async_op=True)
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise WorkerError(f"the all-reduce among workers {workers} failed: {_short(error)}") from error
+
+
+@dataclass
+class _Transfer:
+    work: Any
+    tensor: Tensor
+    """kept alive while it is on its way"""
+
+    def wait(self, timeout_s: float) -> None:
+        try:
+            self.work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise WorkerError(_short(error)) from error
+
+    def is_over(self) -> bool:
+        over: bool = self.work.is_completed()
+        return over
+
+
+def _short(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rpartition("] ")[2][:200]
+
+
+@dataclass
+class LocalExchange:
+    """What the LocalTransports of one process share."""
+
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    messages: dict[tuple[int, int, Kind, int], Tensor] = field(default_factory=dict)
+    sums: dict[tuple[tuple[int, ...], int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    failed: str | None = None
+
+    def fail(self, reason: str) -> None:
+        """Wake whoever waits: a worker is gone."""
+        with self.condition:
+            self.failed = self.failed or reason
+            self.condition.notify_all()
+
+    def wait_for(self, predicate: Any, timeout_s: float) -> None:
+        """Call with the condition held."""
+        deadline = time.monotonic() + timeout_s
+        while not predicate():
+            if self.failed is not None:
+                raise WorkerError(f"another worker failed: {self.failed}")
+            if not self.condition.wait(max(0.0, deadline - time.monotonic())):
+                raise WorkerError(f"nothing came within {timeout_s:g} s")
+
+
+class LocalTransport:
+    def __init__(self, rank: int, exchange: LocalExchange) -> None:
+        self.rank = rank
+        self._exchange = exchange
+        self._calls: dict[tuple[int, ...], int] = defaultdict(int)
+
+    def send(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        peer, direction = channel
+        with self._exchange.condition:
+            self._exchange.messages[self.rank, peer, direction, number] = tensor
+            self._exchange.condition.notify_all()
+        return _Delivered()
+
+    def receive(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        peer, direction = channel
+        return _Awaited(self._exchange, (peer, self.rank, direction, number), tensor)
+
+    def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        call = (workers, self._calls[workers])
+        self._calls[workers] += 1
+        with self._exchange.condition:
+            terms = self._exchange.sums[call]
+            terms.append(tensor.clone())
+            self._exchange.condition.notify_all()
+            self._exchange.wait_for(lambda: len(terms) == len(workers), timeout_s)
+        tensor.copy_(torch.stack(terms).sum(0))
+
+
+class _Delivered:
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def is_over(self) -> bool:
+        return True
+
+
+@dataclass
+class _Awaited:
+    exchange: LocalExchange
+    key: tuple[int, int, Kind, int]
+    tensor: Tensor
+    over: bool = False
+
+    def wait(self, timeout_s: float) -> None:
+        if self.over:
+            return
+        with self.exchange.condition:
+            self.exchange.wait_for(lambda: self.key in self.exchange.messages, timeout_s)
+            self.tensor.copy_(self.exchange.messages.pop(self.key))
+        self.over = True
+
+    def is_over(self) -> bool:
+        return self.over or self.key in self.exchange.messages

@@ -1,0 +1,119 @@
+"""A stage's weights and their versions: a backward uses the weights of its own forward.
+
+Each version is a set of leaf tensors of its own, and a microbatch runs forward and backward on one version's
+leaves. The optimizer works on the stage's parameters, which share memory with the newest version. Only when a step
+comes while that version is still in flight are the weights copied first, so the version that in-flight
+microbatches hold stays as it was. A synchronous schedule, and the last stage of any, never copies.
+
+Replacing ``parameter.data`` under a live graph would not do: convolution, layer norm and multiplication save the
+parameter object and would compute their backward with the new weights, silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(eq=False)
+class Version:
+    number: int
+    leaves: dict[str, Tensor]
+    in_flight: int = 0
+
+
+@dataclass(eq=False)
+class Weights:
+    parameters: Mapping[str, nn.Parameter]
+    make_optimizer: Callable[[Any], Optimizer]
+    optimizer: Optimizer | None = field(init=False, default=None)
+    gradients: dict[str, Tensor] = field(init=False, default_factory=dict)
+    """of the round so far; a parameter that no backward reached is absent"""
+    _newest: Version = field(init=False)
+    _spare: list[dict[str, Tensor]] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
+        if trained:
+            self.optimizer = self.make_optimizer(trained)
+        self._newest = self._new_version(0)
+
+    @property
+    def version(self) -> int:
+        """How many steps the weights have made."""
+        return self._newest.number
+
+    def acquire(self) -> Version:
+        """The newest version, kept as it is until it is released."""
+        self._newest.in_flight += 1
+        return self._newest
+
+    def release(self, version: Version) -> None:
+        version.in_flight -= 1
+        if version.in_flight == 0 and version is not self._newest:
+            self._spare.append({name: leaf.detach() for name, leaf in version.leaves.items() if leaf.requires_grad})
+
+    def backward(self, version: Version, compute: Callable[[], None], scale: float) -> None:
+        """Run a backward on a version and add ``scale`` times its gradients to the round's."""
+        leaves = {name: leaf for name, leaf in version.leaves.items() if leaf.requires_grad}
+        adds_in_place = scale == 1.0
+        if adds_in_place:  # autograd then accumulates into the round's gradients by itself
+            for name, leaf in leaves.items():
+                leaf.grad = self.gradients.get(name)
+        compute()
+        for name, leaf in leaves.items():
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is None:
+                continue
+            if adds_in_place:
+                self.gradients[name] = gradient
+            elif name in self.gradients:
+                self.gradients[name].add_(gradient, alpha=scale)
+            else:
+                self.gradients[name] = gradient.mul_(scale)
+
+    def step(self) -> None:
+        """Update with the round's gradients; versions in flight keep their values."""
+        if self._newest.in_flight > 0:
+            self._copy_on_write()
+        for name, parameter in self.parameters.items():
+            parameter.grad = self.gradients.get(name)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.discard_gradients()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if self._newest.in_flight > 0:
+            self._newest = self._new_version(self._newest.number + 1)
+        else:
+            self._newest.number += 1
+
+    def discard_gradients(self) -> None:
+        self.gradients = {}
+
+    def memory_bytes(self) -> int:
+        """What the versions in flight cost beyond the weights themselves, spares included."""
+        return sum(tensor.nbytes for spare in self._spare for tensor in spare.values())
+
+    def _new_version(self, number: int) -> Version:
+        # `.data` and not `.detach()`: the leaf must not share the parameter's version counter, or autograd would
+        # take the optimizer's update for a change of the tensors it has saved
+        leaves = {name: p.data.requires_grad_(p.requires_grad) for name, p in self.parameters.items()}
+        return Version(number, leaves)
+
+    def _copy_on_write(self) -> None:
+        """Move the parameters to memory of their own, leaving the old to the version in flight."""
+        spare = self._spare.pop() if self._spare else {}
+        sources, targets = [], []
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                sources.append(parameter.data)
+                targets.append(spare.get(name, torch.empty_like(parameter.data)))
+                parameter.data = targets[-1]
+        if sources:
+            torch._foreach_copy_(targets, sources)

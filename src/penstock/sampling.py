@@ -1,0 +1,71 @@
+"""Which samples are in which microbatch: a pure function of the data's size, the batch size, the seed and the epoch.
+
+Every worker evaluates it for itself, so a stage that reads inputs and the stage that reads targets
+agree without a message, and every sample is seen exactly once per epoch whatever the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.errors import JobError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """One pass over the data, divided into minibatches and those into microbatches.
+
+    Sizes differ by at most one within a minibatch. The last minibatch takes what is left; it has fewer microbatches
+    only if it has fewer samples than that.
+    """
+
+    num_samples: int
+    batch_size: int
+    microbatches: int
+    seed: int
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise JobError("the job's data is empty; give it at least one sample")
+        if self.microbatches > self.batch_size:
+            raise JobError(
+                f"{self.microbatches} microbatches from a batch of {self.batch_size} samples; "
+                "raise batch_size or plan with fewer microbatches"
+            )
+
+    @cached_property
+    def minibatches(self) -> tuple[int, ...]:
+        """How many microbatches each minibatch has."""
+        return tuple(min(self.microbatches, size) for size in self._minibatch_sizes)
+
+    @cached_property
+    def samples(self) -> tuple[int, ...]:
+        """How many samples each microbatch has."""
+        return tuple(
+            size // count + (1 if i < size % count else 0)
+            for size, count in zip(self._minibatch_sizes, self.minibatches, strict=True)
+            for i in range(count)
+        )
+
+    def indices(self, microbatch: int) -> list[int]:
+        """The samples of one microbatch."""
+        start = int(self._starts[microbatch])
+        indices: list[int] = self._permutation[start : start + self.samples[microbatch]].tolist()
+        return indices
+
+    @cached_property
+    def _minibatch_sizes(self) -> tuple[int, ...]:
+        full, rest = divmod(self.num_samples, self.batch_size)
+        return (self.batch_size,) * full + ((rest,) if rest else ())
+
+    @cached_property
+    def _starts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.concatenate(([0], np.cumsum(self.samples[:-1], dtype=np.int64)))
+
+    @cached_property
+    def _permutation(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.random.default_rng((self.seed, self.number)).permutation(self.num_samples)

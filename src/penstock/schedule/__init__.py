@@ -1,0 +1,22 @@
+"""Schedules: who does what, in which order, and what each action waits for."""
+
+from penstock.schedule.action import Action, Kind
+from penstock.schedule.builders import FAMILIES, build_schedule, default_depth, family
+from penstock.schedule.pipeline import Pipeline, dependencies, participants
+from penstock.schedule.schedule import Moment, Schedule, check, execution_order
+
+__all__ = [
+    "FAMILIES",
+    "Action",
+    "Kind",
+    "Moment",
+    "Pipeline",
+    "Schedule",
+    "build_schedule",
+    "check",
+    "default_depth",
+    "dependencies",
+    "execution_order",
+    "family",
+    "participants",
+]

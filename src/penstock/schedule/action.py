@@ -1,0 +1,38 @@
+"""One thing a worker does, with a text form that round-trips: ``2F0`` is stage 2's forward of microbatch 0."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+
+
+class Kind(StrEnum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    SYNC = "SYNC"
+    """replicas of the stage, and stages tied to it, agree on the gradients of a round"""
+    STEP = "STEP"
+    """the optimizer updates the stage's weights with the gradients of a round"""
+
+
+class Action(NamedTuple):
+    stage: int
+    kind: Kind
+    index: int
+    """the microbatch of F and B, the round of SYNC and STEP"""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ScheduleError(f"{text!r} is not an action; write stage, kind and microbatch such as 2F0 or 1STEP3")
+        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+_TEXT = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d+)")

@@ -1,0 +1,138 @@
+"""The schedules by name. Each turns a pipeline and a number of microbatches into action lists.
+
+Drawn for two stages on two workers, four microbatches:
+
+    gpipe      worker 0  F0 F1 F2 F3          B0 B1 B2 B3 STEP0
+               worker 1     F0 F1 F2 F3 B0 B1 B2 B3       STEP0
+
+    1f1b       worker 0  F0 F1       B0 F2 B1 F3 B2    B3 STEP0
+               worker 1     F0 B0 F1 B1 F2 B2 F3 B3       STEP0
+
+    pipedream  worker 0  F0 F1       B0 STEP0 F2 B1 STEP1 F3 ...
+               worker 1     F0 B0 STEP0 F1 B1 STEP1 F2 B2 STEP2 ...
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action, Kind
+from penstock.schedule.pipeline import Pipeline
+from penstock.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What a planner and a user need to know of a schedule before it is built."""
+
+    asynchronous: bool
+    """updates weights after every round of its own, without waiting for the rest of the pipeline"""
+    all_forwards_first: bool
+    """keeps a whole minibatch in flight, whatever depth the plan gives"""
+
+
+FAMILIES: dict[str, Family] = {
+    "gpipe": Family(asynchronous=False, all_forwards_first=True),
+    "1f1b": Family(asynchronous=False, all_forwards_first=False),
+    "pipedream": Family(asynchronous=True, all_forwards_first=False),
+}
+
+
+def family(name: str) -> Family:
+    if name not in FAMILIES:
+        raise ScheduleError(f"schedule {name!r} is unknown; choose one of {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def default_depth(pipeline: Pipeline, stage: int) -> int:
+    """Microbatches that a replica keeps in flight so that those behind it never starve.
+
+    PipeDream (section 3.2) divides the workers from this stage on by the stage's replicas; rounding up instead of
+    down keeps unevenly replicated pipelines busy, and lets fewer replicas feed more.
+    """
+    behind = sum(len(replicas) for replicas in pipeline.workers[stage:])
+    return -(-behind // len(pipeline.workers[stage]))
+
+
+def build_schedule(
+    name: str,
+    pipeline: Pipeline,
+    minibatches: Sequence[int],
+    depths: Sequence[int] | None = None,
+) -> Schedule:
+    """The schedule ``name`` for minibatches of the given numbers of microbatches.
+
+    ``depths`` is each stage's number of microbatches in flight per replica. An asynchronous schedule has no common
+    minibatch: every stage steps after one microbatch per replica.
+    """
+    kind = family(name)
+    if not minibatches or min(minibatches) < 1:
+        raise ScheduleError(f"minibatches of {list(minibatches)[:4]} microbatches; each has at least one")
+    if kind.asynchronous and pipeline.ties:
+        raise ScheduleError(
+            f"stages {pipeline.ties[0]} share a weight, which schedule {name} cannot keep equal; "
+            "use 1f1b or gpipe, or a plan with those layers in one stage"
+        )
+    depths = depths or [default_depth(pipeline, stage) for stage in range(pipeline.num_stages)]
+    total = sum(minibatches)
+    if kind.asynchronous:
+        rounds = tuple(tuple(range(0, total, len(replicas))) for replicas in pipeline.workers)
+        programs = [_asynchronous(pipeline, worker, total, depths) for worker in range(pipeline.num_workers)]
+    else:
+        starts = tuple(itertools.accumulate(minibatches[:-1], initial=0))
+        rounds = (starts,) * pipeline.num_stages
+        spans = [range(start, start + size) for start, size in zip(starts, minibatches, strict=True)]
+        limits = [total] * len(depths) if kind.all_forwards_first else depths
+        programs = [_synchronous(pipeline, worker, spans, limits) for worker in range(pipeline.num_workers)]
+    return Schedule(
+        name=name,
+        pipeline=pipeline,
+        microbatches=total,
+        rounds=rounds,
+        programs=tuple(map(tuple, programs)),
+    )
+
+
+def _synchronous(pipeline: Pipeline, worker: int, spans: Sequence[range], depths: Sequence[int]) -> Iterator[Action]:
+    stage = pipeline.stage_of[worker]
+    for index, span in enumerate(spans):
+        mine = pipeline.microbatches_of(worker, span)
+        for forward, backward in _one_forward_one_backward(mine, depths[stage]):
+            if forward is not None:
+                yield Action(stage, Kind.FORWARD, forward)
+            if backward is not None:
+                yield Action(stage, Kind.BACKWARD, backward)
+        yield from _end_of_round(pipeline, stage, index)
+
+
+def _asynchronous(pipeline: Pipeline, worker: int, total: int, depths: Sequence[int]) -> Iterator[Action]:
+    stage = pipeline.stage_of[worker]
+    replicas = len(pipeline.workers[stage])
+    mine = pipeline.microbatches_of(worker, range(total))
+    for forward, backward in _one_forward_one_backward(mine, depths[stage]):
+        if forward is not None:
+            yield Action(stage, Kind.FORWARD, forward)
+        if backward is not None:
+            yield Action(stage, Kind.BACKWARD, backward)
+            yield from _end_of_round(pipeline, stage, backward // replicas)
+    # A replica that the last round leaves without a microbatch still takes part in it, so that all keep equal weights.
+    for index in range(len(mine), -(-total // replicas)):
+        yield from _end_of_round(pipeline, stage, index)
+
+
+def _end_of_round(pipeline: Pipeline, stage: int, index: int) -> Iterator[Action]:
+    if len(pipeline.sync_workers(stage)) > 1:
+        yield Action(stage, Kind.SYNC, index)
+    yield Action(stage, Kind.STEP, index)
+
+
+def _one_forward_one_backward(microbatches: Sequence[int], depth: int) -> Iterator[tuple[int | None, int | None]]:
+    """Fill to ``depth`` in flight, then one backward for each forward, then drain."""
+    depth = max(1, min(depth, len(microbatches)))
+    for i in range(len(microbatches) + depth - 1):
+        forward = microbatches[i] if i < len(microbatches) else None
+        backward = microbatches[i - depth + 1] if i >= depth - 1 else None
+        yield forward, backward

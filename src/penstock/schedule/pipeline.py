@@ -1,0 +1,100 @@
+"""Who runs what, and the one rule of what an action waits for.
+
+The deadlock check, the simulator and the worker all derive their waits and messages from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Stages laid over workers: the part of a plan that a schedule depends on."""
+
+    workers: tuple[tuple[int, ...], ...]
+    """of each stage, one worker per replica"""
+    reads: tuple[tuple[int, ...], ...]
+    """of each stage, the earlier stages whose values it reads"""
+    ties: tuple[tuple[int, ...], ...] = ()
+    """groups of stages that share a parameter"""
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise ScheduleError("a pipeline has at least one stage")
+        if len(self.reads) != len(self.workers):
+            raise ScheduleError(f"{len(self.workers)} stages but {len(self.reads)} lists of what they read")
+        everyone = [worker for replicas in self.workers for worker in replicas]
+        if sorted(everyone) != list(range(len(everyone))):
+            raise ScheduleError(f"workers are {sorted(everyone)}; number them 0, 1, 2 ... and use each once")
+        for stage, sources in enumerate(self.reads):
+            if any(source >= stage for source in sources):
+                raise ScheduleError(f"stage {stage} reads from {sources}; a stage reads from earlier stages only")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.workers)
+
+    @property
+    def num_workers(self) -> int:
+        return sum(len(replicas) for replicas in self.workers)
+
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage that each worker runs."""
+        owner = {worker: stage for stage, replicas in enumerate(self.workers) for worker in replicas}
+        return tuple(owner[worker] for worker in range(self.num_workers))
+
+    @cached_property
+    def read_by(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(reader for reader in range(self.num_stages) if stage in self.reads[reader])
+            for stage in range(self.num_stages)
+        )
+
+    def worker_of(self, stage: int, microbatch: int) -> int:
+        """One microbatch, one replica per stage, the same for its forward and its backward."""
+        replicas = self.workers[stage]
+        return replicas[microbatch % len(replicas)]
+
+    def microbatches_of(self, worker: int, microbatches: Iterable[int]) -> list[int]:
+        stage = self.stage_of[worker]
+        return [m for m in microbatches if self.worker_of(stage, m) == worker]
+
+    @cached_property
+    def sync_stages(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the stages that synchronise with it: itself and whatever it is tied to, over any chain."""
+        groups = [{stage} for stage in range(self.num_stages)]
+        for tie in self.ties:
+            merged = set().union(*(groups[stage] for stage in tie))
+            for stage in merged:
+                groups[stage] = merged
+        return tuple(tuple(sorted(group)) for group in groups)
+
+    def sync_workers(self, stage: int) -> tuple[int, ...]:
+        """The workers that run this stage's SYNC together."""
+        return tuple(worker for member in self.sync_stages[stage] for worker in self.workers[member])
+
+
+def dependencies(action: Action, pipeline: Pipeline) -> tuple[Action, ...]:
+    """The actions whose results this one needs. Where one of them runs on another worker, a message travels.
+
+    A SYNC needs no result by name: it is a meeting, and ends when everyone in ``participants`` has come.
+    """
+    stage, kind, microbatch = action
+    if kind is Kind.FORWARD:
+        return tuple(Action(source, Kind.FORWARD, microbatch) for source in pipeline.reads[stage])
+    if kind is Kind.BACKWARD:
+        gradients = tuple(Action(reader, Kind.BACKWARD, microbatch) for reader in pipeline.read_by[stage])
+        return (Action(stage, Kind.FORWARD, microbatch), *gradients)
+    return ()
+
+
+def participants(action: Action, worker: int, pipeline: Pipeline) -> tuple[int, ...]:
+    """The workers that must run this action at the same time."""
+    return pipeline.sync_workers(action.stage) if action.kind is Kind.SYNC else (worker,)

@@ -1,0 +1,84 @@
+"""What happened when: timed events of a run, simulated or real, in one form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from penstock.errors import FormatError
+from penstock.schedule import Action, Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    worker: int
+    action: Action
+    start_s: float
+    end_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start_s) and self.start_s <= self.end_s < math.inf):
+            raise FormatError(f"event {self.action} lasts from {self.start_s} to {self.end_s} s; it must end after it starts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    origin: str
+    """measured or simulated"""
+    workers: tuple[str, ...]
+    """what each worker is called on a timeline"""
+    samples: tuple[int, ...]
+    """samples in each microbatch, by its number"""
+    events: tuple[Event, ...]
+
+    FORMAT: ClassVar[str] = "penstock.trace/1"
+
+    def __post_init__(self) -> None:
+        for event in self.events:
+            if not 0 <= event.worker < len(self.workers):
+                raise FormatError(f"event {event.action} is of worker {event.worker}; there are {len(self.workers)}")
+
+    @property
+    def span_s(self) -> float:
+        """From the first start to the last end."""
+        if not self.events:
+            return 0.0
+        return max(event.end_s for event in self.events) - min(event.start_s for event in self.events)
+
+    @cached_property
+    def samples_per_s(self) -> float:
+        """The steady rate, counted at the first stage, which is the last to finish a microbatch.
+
+        It runs from the end of one update to the end of another, past the first quarter: whole rounds only, and the
+        first filling of the pipeline left out, so that a short and a long trace of the same plan agree.
+        """
+        finished = [e for e in self.events if e.action.stage == 0 and e.action.kind is Kind.BACKWARD]
+        updates: dict[int, float] = {}
+        for event in self.events:
+            if event.action.stage == 0 and event.action.kind is Kind.STEP:
+                updates[event.action.index] = max(updates.get(event.action.index, 0.0), event.end_s)
+        times = sorted(updates.values())
+        if len(times) < 2:
+            start_s, end_s = -math.inf, math.inf
+            elapsed_s = self.span_s
+        else:
+            start_s, end_s = times[(len(times) - 1) // 4], times[-1]
+            elapsed_s = end_s - start_s
+        counted = sum(self.samples[e.action.index] for e in finished if start_s < e.end_s <= end_s)
+        return counted / elapsed_s if elapsed_s > 0 else 0.0
+
+    def busy_s(self, worker: int) -> float:
+        """Seconds of computing: everything but waiting and synchronising."""
+        return sum(e.end_s - e.start_s for e in self.events if e.worker == worker and e.action.kind is not Kind.SYNC)
+
+    def utilisation(self, worker: int) -> float:
+        return self.busy_s(worker) / self.span_s if self.span_s > 0 else 0.0
+
+
+def merge(origin: str, workers: tuple[str, ...], samples: tuple[int, ...], parts: Iterable[Iterable[Event]]) -> Trace:
+    """One trace from each worker's own events, in order of start."""
+    events = sorted((event for part in parts for event in part), key=lambda event: (event.start_s, event.worker))
+    return Trace(origin=origin, workers=workers, samples=samples, events=tuple(events))

@@ -1,0 +1,51 @@
+"""Sizes, rates and durations as people write them: ``1.25GB/s``, ``16GiB``, ``10us``."""
+
+from __future__ import annotations
+
+import re
+
+from penstock.errors import FormatError
+
+_BYTES = {
+    "": 1.0, "B": 1.0,
+    "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
+    "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40,
+    "BIT": 1 / 8, "KBIT": 1e3 / 8, "MBIT": 1e6 / 8, "GBIT": 1e9 / 8,
+}  # fmt: skip
+_SECONDS = {"": 1.0, "S": 1.0, "MS": 1e-3, "US": 1e-6, "NS": 1e-9}
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | float) -> int:
+    return round(_parse(text, _BYTES, "a size such as 16GB"))
+
+
+def parse_bytes_per_s(text: str | float) -> float:
+    return _parse(text.strip().removesuffix("/s") if isinstance(text, str) else text, _BYTES, "a rate such as 1.25GB/s")
+
+
+def parse_seconds(text: str | float) -> float:
+    return _parse(text, _SECONDS, "a duration such as 10us")
+
+
+def show_bytes(num_bytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.0f} ns"
+
+
+def _parse(text: str | float, units: dict[str, float], expected: str) -> float:
+    if isinstance(text, (int, float)):
+        return float(text)
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2].upper() not in units:
+        raise FormatError(f"{text!r}: expected {expected}")
+    return float(match[1]) * units[match[2].upper()]
