@@ -92,7 +92,7 @@ def parse_cluster(text: str) -> Cluster:
     """A cluster from what a user gives: a TOML file, ``local:4``, or levels such as ``4@12GB/s,4@1.25GB/s``."""
     if text.startswith("local:"):
         count = text.removeprefix("local:")
-        if not count.isdigit() or int(count) < 1:
+        if not count.isdecimal() or int(count) < 1:
             raise FormatError(f"cluster {text!r}: expected local:N with N workers on this machine, such as local:4")
         return local_cluster(int(count))
     if "@" in text and not Path(text).exists():
@@ -127,7 +127,7 @@ def _parse_levels(text: str) -> Cluster:
     levels = []
     for part in text.split(","):
         size, at, rate = part.partition("@")
-        if not at or not size.strip().isdigit():
+        if not at or not size.strip().isdecimal():
             raise FormatError(f"cluster {text!r}: {part!r} is not devices@bandwidth such as 4@12GB/s")
         try:
             levels.append(Level(size=int(size), bytes_per_s=units.parse_bytes_per_s(rate)))

@@ -63,6 +63,8 @@ def loads(cls: type[S], text: str, source: str) -> S:
             f"{source}: not complete JSON (line {error.lineno}, column {error.colno}: {error.msg}); "
             "the file is truncated or was edited by hand: write it again"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{source}: not data that Penstock wrote ({error}); write it again") from None
     try:
         return decode(cls, data)
     except PenstockError as error:
@@ -180,9 +182,13 @@ def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
     if hint is float:
         if isinstance(data, bool) or not isinstance(data, (int, float)):
             raise _wrong("a number", data, where)
-        if not math.isfinite(data):
-            raise FormatError(f"{where}: {data} is not a finite number; measure it again")
-        return float(data)
+        try:
+            number = float(data)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise FormatError(f"{where}: {number} is not a finite number; measure it again")
+        return number
     if hint is int and isinstance(data, bool):
         raise _wrong("a whole number", data, where)
     if not isinstance(data, hint):

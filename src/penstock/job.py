@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import JobError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-    from torch.utils.data import Dataset
+
+
+class Samples(Protocol):
+    """A map-style dataset, or simply a list."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     model: nn.Module
     """any module, unmodified; built alike in every worker"""
-    data: Dataset[Any]
-    """a map-style dataset of (inputs, target). Inputs go to the model: a tensor or tuple by position, a dict by name"""
+    data: Samples
+    """(inputs, target) by index. Inputs go to the model: a tensor or tuple by position, a dict by name"""
     loss: Callable[[Any, Any], Tensor]
     """loss(model output, target), a mean over the samples"""
     optimizer: Callable[[Any], Optimizer]

@@ -152,12 +152,14 @@ class Plan:
                 source, target = self.stage_of_layer[value.producer], self.stage_of_layer[consumer]
                 if source > target:
                     raise PlanError(
-                        f"value {value.name!r} would flow back from stage {source} to stage {target}; reorder the stages"
+                        f"value {value.name!r} would flow back from stage {source} to {target}; reorder the stages"
                     )
 
     def _check_devices(self) -> None:
         if len(self.devices) > len(self.cluster.devices):
-            raise PlanError(f"{len(self.devices)} workers but {self.cluster.name} has {len(self.cluster.devices)} devices")
+            raise PlanError(
+                f"{len(self.devices)} workers but {self.cluster.name} has {len(self.cluster.devices)} devices"
+            )
         for device in self.devices:
             if not 0 <= device < len(self.cluster.devices):
                 raise PlanError(f"device {device} is not in {self.cluster.name}, which has {len(self.cluster.devices)}")

@@ -68,4 +68,4 @@ class Epoch:
 
     @cached_property
     def _permutation(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return np.random.default_rng((self.seed, self.number)).permutation(self.num_samples)
+        return np.random.default_rng((self.seed % 2**64, self.number)).permutation(self.num_samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,9 @@ class Event:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_s) and self.start_s <= self.end_s < math.inf):
-            raise FormatError(f"event {self.action} lasts from {self.start_s} to {self.end_s} s; it must end after it starts")
+            raise FormatError(
+                f"event {self.action} lasts from {self.start_s} to {self.end_s} s; it must end after it starts"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +55,24 @@ class Trace:
     def samples_per_s(self) -> float:
         """The steady rate, counted at the first stage, which is the last to finish a microbatch.
 
-        It runs from the end of one update to the end of another, past the first quarter: whole rounds only, and the
-        first filling of the pipeline left out, so that a short and a long trace of the same plan agree.
+        It runs from the end of one update to the end of another, without the first and last quarter: whole rounds only,
+        neither the filling nor the draining of the pipeline, so that a short and a long trace of the same plan agree.
         """
         finished = [e for e in self.events if e.action.stage == 0 and e.action.kind is Kind.BACKWARD]
-        updates: dict[int, float] = {}
+        updates: dict[int, dict[int, float]] = defaultdict(dict)
         for event in self.events:
             if event.action.stage == 0 and event.action.kind is Kind.STEP:
-                updates[event.action.index] = max(updates.get(event.action.index, 0.0), event.end_s)
-        times = sorted(updates.values())
-        if len(times) < 2:
-            start_s, end_s = -math.inf, math.inf
-            elapsed_s = self.span_s
+                updates[event.action.index][event.worker] = event.end_s
+        rounds = sorted(updates)
+        if len(rounds) < 2:
+            counted, elapsed_s = finished, self.span_s
         else:
-            start_s, end_s = times[(len(times) - 1) // 4], times[-1]
-            elapsed_s = end_s - start_s
-        counted = sum(self.samples[e.action.index] for e in finished if start_s < e.end_s <= end_s)
-        return counted / elapsed_s if elapsed_s > 0 else 0.0
+            quarter = (len(rounds) - 1) // 4
+            first, last = updates[rounds[quarter]], updates[rounds[-1 - quarter]]
+            # each replica by its own clock: a fast one is into the next round before the slowest has ended this one
+            counted = [e for e in finished if first.get(e.worker, -math.inf) < e.end_s <= last.get(e.worker, math.inf)]
+            elapsed_s = max(last.values()) - max(first.values())
+        return sum(self.samples[e.action.index] for e in counted) / elapsed_s if elapsed_s > 0 else 0.0
 
     def busy_s(self, worker: int) -> float:
         """Seconds of computing: everything but waiting and synchronising."""

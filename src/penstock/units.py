@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from penstock.errors import FormatError
@@ -43,9 +44,8 @@ def show_seconds(seconds: float) -> str:
 
 
 def _parse(text: str | float, units: dict[str, float], expected: str) -> float:
-    if isinstance(text, (int, float)):
-        return float(text)
-    match = _NUMBER.fullmatch(text)
-    if match is None or match[2].upper() not in units:
+    match = _NUMBER.fullmatch(str(text))
+    number = float(match[1]) * units.get(match[2].upper(), math.inf) if match else math.inf
+    if not math.isfinite(number):
         raise FormatError(f"{text!r}: expected {expected}")
-    return float(match[1]) * units[match[2].upper()]
+    return number

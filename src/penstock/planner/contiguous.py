@@ -25,6 +25,8 @@ class ContiguousCuts:
     costs: CostModel
     asynchronous: bool
     microbatches: int
+    straight: bool = False
+    """one replica per stage"""
 
     def candidates(self) -> Iterator[tuple[Stage, ...]]:
         """For each number of devices, fewest first, the stages with the smallest bottleneck on that many."""
@@ -43,9 +45,11 @@ class ContiguousCuts:
         table.append((nothing_left, np.zeros((n + 1, 2), dtype=int)))
         for first in reversed(range(num_devices)):
             best, choice = np.full(n + 1, np.inf), np.zeros((n + 1, 2), dtype=int)
-            for replicas in range(1, num_devices - first + 1):
+            for replicas in range(1, 2 if self.straight else num_devices - first + 1):
                 behind = table[first + replicas][0]
-                outgoing = self._link_s(first + replicas, replicas) if first + replicas < num_devices else np.zeros(n + 1)
+                outgoing = (
+                    self._link_s(first + replicas, replicas) if first + replicas < num_devices else np.zeros(n + 1)
+                )
                 slowest = np.maximum(self._stage_s(first, replicas), np.maximum(behind, outgoing)[None, :])
                 ends = np.argmin(slowest, axis=1)
                 found = slowest[np.arange(n + 1), ends]
@@ -77,7 +81,7 @@ class ContiguousCuts:
         return depth if self.asynchronous else min(depth, -(-self.microbatches // replicas))
 
     def _stage_s(self, first: int, replicas: int) -> Array:
-        """[start, end]: seconds per microbatch of a stage on ``replicas`` devices from ``first``; inf where not allowed."""
+        """[start, end]: seconds per microbatch of a stage on ``replicas`` devices from ``first``; inf: not allowed."""
         devices = range(first, first + replicas)
         compute_s = np.max([self._between(self._compute_s(device)) for device in devices], axis=0)
         update_s = np.max([self._between(self._update_s(device)) for device in devices], axis=0)
@@ -151,7 +155,7 @@ class ContiguousCuts:
 
     @cached_property
     def _forbidden(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """[i]: a stage may not end there, as it would part layers that share a weight under an asynchronous schedule."""
+        """[i]: no stage may end there: it would part layers that share a weight, under an asynchronous schedule."""
         forbidden = np.zeros(len(self._order) + 1, dtype=bool)
         if self.asynchronous:
             users: dict[str, list[int]] = {}

@@ -16,15 +16,23 @@ from penstock.units import show_bytes
 
 
 def make_plan(
-    profile: Profile, cluster: Cluster, *, schedule: str = "pipedream", microbatches: int | None = None
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    schedule: str = "pipedream",
+    microbatches: int | None = None,
+    straight: bool = False,
 ) -> Plan:
     """The fastest plan found for this schedule; plain data parallelism and a single device are always candidates.
 
-    ``microbatches`` per minibatch applies to synchronous schedules; by default four for each device.
+    ``microbatches`` per minibatch applies to synchronous schedules; by default four for each device. ``straight``
+    asks for a pipeline with one replica per stage over as many devices as pay.
     """
     count = _microbatches(profile, cluster, schedule, microbatches)
     costs = CostModel(profile=profile, cluster=cluster, microbatch_size=profile.batch_size / count)
-    cuts = ContiguousCuts(costs=costs, asynchronous=family(schedule).asynchronous, microbatches=count)
+    cuts = ContiguousCuts(
+        costs=costs, asynchronous=family(schedule).asynchronous, microbatches=count, straight=straight
+    )
     whole = profile.graph.order
     baselines = {
         "data_parallel_s": (Stage(layers=whole, devices=tuple(range(len(cluster.devices)))),),
@@ -53,7 +61,8 @@ def make_plan(
         name: next((s for stages_, s in of_stages.items() if _same_cut(stages_, stages)), None)
         for name, stages in baselines.items()
     }
-    seconds, best = min(scored, key=lambda item: (item[0], len(item[1].devices)))
+    eligible = [item for item in scored if not straight or all(len(stage.devices) == 1 for stage in item[1].stages)]
+    seconds, best = min(eligible or scored, key=lambda item: (item[0], len(item[1].devices)))
     return replace(best, prediction=Prediction(seconds_per_minibatch=seconds, lower_bound_s=bound_s, **known))
 
 

@@ -61,7 +61,7 @@ def check_job(job: Job, plan: Plan) -> None:
 
 def make_epoch(job: Job, plan: Plan, number: int) -> Epoch:
     return Epoch(
-        num_samples=len(job.data),  # type: ignore[arg-type]
+        num_samples=len(job.data),
         batch_size=job.batch_size,
         microbatches=plan.microbatches,
         seed=job.seed,
@@ -124,9 +124,7 @@ def assemble(
             device=device,
             timeout_s=timeout_s,
         ),
-        sync=GradientSync(
-            owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s
-        ),
+        sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
         clock=clock,
         device=device,
         sends_to={target: names for (source, target), names in edges.items() if source == index},

@@ -101,9 +101,7 @@ def _export(model: nn.Module, inputs: Any) -> Iterator[Callable[[], Captured]]:
         args, kwargs = call_arguments(inputs)
         names = list(kwargs)
         dynamic = pytree.tree_map(_any_batch, (args, kwargs))
-        exported = torch.export.export(
-            model, args, kwargs, dynamic_shapes=_by_parameter(model, *dynamic), strict=False
-        )
+        exported = torch.export.export(model, args, kwargs, dynamic_shapes=_by_parameter(model, *dynamic), strict=False)
         module = exported.module(check_guards=False)
         out_spec = exported.call_spec.out_spec
 
@@ -141,7 +139,9 @@ def _drop_assertions(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and "assert" in str(node.target):
             graph.erase_node(node)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(mutated_arguments(node)))
+    graph.eliminate_dead_code(
+        is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(mutated_arguments(node))
+    )
 
 
 def _fx(model: nn.Module, inputs: Any) -> Iterator[Callable[[], Captured]]:
@@ -191,7 +191,7 @@ def _chain(model: nn.Module, root: nn.Module, names: list[str], inputs: Any) -> 
     keys = list(kwargs)
     graph = fx.Graph()
     positional = tuple(graph.placeholder(f"input_{i}") for i in range(len(args)))
-    by_name = {key: graph.placeholder(key) for key in keys}
+    by_name: dict[str, Any] = {key: graph.placeholder(key) for key in keys}
     node = graph.call_module(names[0], positional, by_name)
     for name in names[1:]:
         node = graph.call_module(name, (node,))

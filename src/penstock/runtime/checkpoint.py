@@ -1,8 +1,8 @@
 """Checkpoints keyed by the model's own parameter names, so that any plan loads what any other wrote.
 
-    epoch-000001/
-        checkpoint.json          what was done, and which file holds which tensor
-        stage-0.safetensors      model/<name> and optimizer/<name>/<key>
+epoch-000001/
+    checkpoint.json          what was done, and which file holds which tensor
+    stage-0.safetensors      model/<name> and optimizer/<name>/<key>
 """
 
 from __future__ import annotations

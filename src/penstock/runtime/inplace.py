@@ -19,7 +19,11 @@ def mutated_arguments(node: fx.Node, root: nn.Module | None = None) -> list[fx.N
         return _nodes(node.args[p] if p < len(node.args) else node.kwargs.get(name) for p, name in written)
     if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
         return _nodes(node.args[:1])
-    if node.op == "call_module" and root is not None and getattr(root.get_submodule(str(node.target)), "inplace", False):
+    if (
+        node.op == "call_module"
+        and root is not None
+        and getattr(root.get_submodule(str(node.target)), "inplace", False)
+    ):
         return _nodes(node.args[:1])
     if node.op == "call_function" and node.kwargs.get("inplace") is True:
         return _nodes(node.args[:1])
@@ -35,7 +39,8 @@ def read_after_write(graph: fx.Graph, root: nn.Module) -> None:
     for node in graph.nodes:
         for written in mutated_arguments(node, root):
             if written.op != "get_attr":
-                written.replace_all_uses_with(node, delete_user_cb=lambda user: position[user] > position[node])  # noqa: B023
+                for user in [user for user in written.users if position[user] > position[node]]:
+                    user.replace_input_with(written, node)
 
 
 def base_of(node: fx.Node) -> fx.Node:

@@ -7,7 +7,6 @@ import os
 import sys
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -16,7 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from penstock.errors import WorkerError
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818  (not an error: it was asked for)
     """The user or the system ended the run; carries the exit code that says so."""
 
     def __init__(self, signal_number: int) -> None:
@@ -29,8 +28,8 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch_workers(arguments: Sequence[str], workers: int, threads: int, logs: Path) -> None:
-    """Run ``python -m penstock ARGUMENTS`` in so many processes and wait for all of them.
+def launch_workers(arguments: Sequence[str], workers: int, threads: int) -> None:
+    """Run ``python ARGUMENTS`` in so many processes and wait for all of them.
 
     If one fails, the others are ended and its own error is raised. On a signal all are ended.
     """
@@ -48,7 +47,7 @@ def launch_workers(arguments: Sequence[str], workers: int, threads: int, logs: P
         log_line_prefix_template="",
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "penstock", *arguments)
+        elastic_launch(config, sys.executable)(*arguments)
     except SignalException as error:
         raise Interrupted(int(error.sigval)) from None
     except KeyboardInterrupt:

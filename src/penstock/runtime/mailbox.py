@@ -34,7 +34,10 @@ class _Posted:
     def arrived(self) -> list[Tensor | None]:
         """Leaves of the receiver's graph, now that nothing writes into them any more."""
         pairs = zip(self.layout, self.tensors, strict=True)
-        return [tensor.requires_grad_(entry.differentiable) if entry and tensor is not None else None for entry, tensor in pairs]
+        return [
+            tensor.requires_grad_(entry.differentiable) if entry and tensor is not None else None
+            for entry, tensor in pairs
+        ]
 
 
 class Mailbox:

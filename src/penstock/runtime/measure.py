@@ -23,7 +23,14 @@ Progress = Callable[[int, int], None]
 
 
 def profile_job(
-    job: Job, *, clock: Clock, device: torch.device, microbatch_size: int, threads: int, repeats: int, progress: Progress
+    job: Job,
+    *,
+    clock: Clock,
+    device: torch.device,
+    microbatch_size: int,
+    threads: int,
+    repeats: int,
+    progress: Progress,
 ) -> Profile:
     """Capture a job's model and measure it on the first ``microbatch_size`` samples of its data."""
     inputs, target = load_batch(job, range(min(microbatch_size, len(job.data))), seed=0)
@@ -76,7 +83,9 @@ class Measurement:
     def run(self, inputs: Any, target: Any, progress: Progress) -> None:
         """Every layer in turn, on the values that the layers before it made."""
         given = self.captured.bind(inputs)
-        self._seen_storages.update(t.untyped_storage().data_ptr() for t in pytree.tree_leaves(given) if isinstance(t, Tensor))
+        self._seen_storages.update(
+            t.untyped_storage().data_ptr() for t in pytree.tree_leaves(given) if isinstance(t, Tensor)
+        )
         count = len(self.captured.layers)
         for index in range(count):
             section = self.splitter.section([index])
@@ -141,7 +150,8 @@ class Measurement:
         step_s = self._median(optimizer.step)
         total = sum(p.nbytes for p in copies.values())
         state = {
-            name: sum(t.nbytes for t in _tensors(list(optimizer.state.get(p, {}).values()))) for name, p in copies.items()
+            name: sum(t.nbytes for t in _tensors(list(optimizer.state.get(p, {}).values())))
+            for name, p in copies.items()
         }
         return {name: step_s * p.nbytes / total for name, p in copies.items()}, state
 
@@ -165,7 +175,12 @@ class Measurement:
         return forward_s, min(input_s, backward_s), max(0.0, backward_s - input_s), saved.num_bytes
 
     def _forward(
-        self, section: Section, leaves: dict[str, Tensor], buffers: dict[str, Tensor], arguments: list[Any], target: Any
+        self,
+        section: Section,
+        leaves: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        arguments: list[Any],
+        target: Any,
     ) -> tuple[tuple[Any, ...], Any]:
         with torch.enable_grad():
             given = {local: leaves[name] for name, locals_ in section.local_names.items() for local in locals_}

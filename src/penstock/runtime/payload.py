@@ -53,7 +53,9 @@ def encode_header(layout: Layout) -> Tensor:
             row[0] = -1
             continue
         if len(entry.shape) > _MOST_DIMENSIONS:
-            raise WorkerError(f"a tensor of {len(entry.shape)} dimensions crosses a cut; at most {_MOST_DIMENSIONS} can")
+            raise WorkerError(
+                f"a tensor of {len(entry.shape)} dimensions crosses a cut; at most {_MOST_DIMENSIONS} can"
+            )
         row[0], row[1], row[2] = _DTYPES.index(entry.dtype), entry.differentiable, len(entry.shape)
         row[3 : 3 + len(entry.shape)] = torch.tensor(entry.shape, dtype=torch.int64)
     return header

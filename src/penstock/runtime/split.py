@@ -97,7 +97,7 @@ class Splitter:
         nodes = [node for node in self.captured.graph.nodes if self.layer_of.get(node) in members]
         has_loss = self.loss_layer in members
         ends = [self._output_node] if has_loss else []
-        outside = self._outside(nodes + ends, set(nodes))
+        outside, sizes = self._outside(nodes + ends, set(nodes))
         inputs = [node for node in self.captured.placeholders if node in outside]
         received = [node for node in self.captured.graph.nodes if node in outside and node.op != "placeholder"]
         for node in (*inputs, *received):
@@ -105,6 +105,10 @@ class Splitter:
         self._clone_what_is_overwritten(graph, nodes, copies, received)
 
         def copied(node: fx.Node) -> fx.Node:
+            if node in sizes:
+                tensor, dimension = sizes[node]
+                size: fx.Node = graph.call_function(torch.ops.aten.sym_size.int, (copied(tensor), dimension))
+                return size
             if node not in copies:  # a parameter, or a number that this section works out for itself
                 copies[node] = graph.node_copy(node, copied)
             return copies[node]
@@ -150,9 +154,18 @@ class Splitter:
                 found[node] = None
         return list(found)
 
-    def _outside(self, nodes: Iterable[fx.Node], members: set[fx.Node]) -> set[fx.Node]:
-        needed = {source for node in nodes for source in self._tensor_sources(node.all_input_nodes)}
-        return needed - members
+    def _outside(
+        self, nodes: list[fx.Node], members: set[fx.Node]
+    ) -> tuple[set[fx.Node], dict[fx.Node, tuple[fx.Node, int]]]:
+        """The values and model inputs that these nodes need from elsewhere, and sizes that can be read off those.
+
+        A stage that wants only the batch size of the model's input takes it from a tensor that it gets anyway.
+        """
+        arguments = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in members)
+        tensors = [node for node in arguments if node.op == "placeholder" or is_operation(node)]
+        sizes = {node: found for node in arguments if is_number(node) and (found := _size_of_any(node, tensors))}
+        others = [node for node in arguments if node not in sizes]
+        return {source for source in self._tensor_sources(others) if source not in members}, sizes
 
     def _clone_what_is_overwritten(
         self, graph: fx.Graph, nodes: list[fx.Node], copies: dict[fx.Node, fx.Node], received: list[fx.Node]
@@ -195,6 +208,19 @@ class Splitter:
             value = getattr(self.captured.root.get_submodule(path), attribute)
             return (value,) if isinstance(value, nn.Parameter) else ()
         return ()
+
+
+def _size_of_any(number: fx.Node, tensors: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
+    """The tensor and dimension whose size this number is, by export's symbols."""
+    value = number.meta.get("val")
+    if not isinstance(value, torch.SymInt):
+        return None
+    for tensor in tensors:
+        shape = getattr(tensor.meta.get("val"), "shape", ())
+        for dimension, size in enumerate(shape):
+            if isinstance(size, torch.SymInt) and size.node.expr == value.node.expr:
+                return tensor, dimension
+    return None
 
 
 def check_same_model(splitter: Splitter, names: Iterable[str], source: str) -> None:

@@ -60,11 +60,16 @@ class StageModule:
         return made
 
     def backward(
-        self, microbatch: int, gradients: Mapping[str, list[Tensor | None]], *, loss_weight: float, scale: float
+        self,
+        microbatch: int,
+        gradients: Mapping[str, list[Tensor | None]],
+        *,
+        loss_weight: float,
+        scale: float,
     ) -> dict[str, Tensor | None]:
         """Add the microbatch's gradients to the round's; return those of the values received, by name.
 
-        ``gradients`` holds, per value sent, what each stage that reads it found; a value read by several gets their sum.
+        ``gradients`` holds, per value sent, what each stage that reads it found; they are summed.
         """
         state = self._in_flight.pop(microbatch)
         roots: list[Tensor] = []
@@ -81,4 +86,3 @@ class StageModule:
             self.weights.backward(state.version, lambda: torch.autograd.backward(roots, seeds), scale)
         self.weights.release(state.version)
         return {name: leaf.grad for name, leaf in state.received.items()}
-

@@ -30,7 +30,12 @@ def sync_groups(plan: Plan) -> list[tuple[int, ...]]:
 
 class GradientSync:
     def __init__(
-        self, owners: Mapping[str, tuple[int, ...]], policy: SyncPolicy, *, transport: Transport, timeout_s: float
+        self,
+        owners: Mapping[str, tuple[int, ...]],
+        policy: SyncPolicy,
+        *,
+        transport: Transport,
+        timeout_s: float,
     ) -> None:
         self.owners, self.policy = owners, policy
         self.transport, self.timeout_s = transport, timeout_s
@@ -56,7 +61,7 @@ class GradientSync:
             flat = torch.cat([present, *(tensor.reshape(-1) for tensor in tensors)])
             self.transport.all_reduce(flat, group, self.timeout_s)
             counts, sizes = flat[: len(members)].tolist(), [tensor.numel() for tensor in tensors]
-            for name, count, piece in zip(members, counts, flat[len(members) :].split(sizes), strict=True):
+            for name, count, piece in zip(members, counts, torch.split(flat[len(members) :], sizes), strict=True):
                 if count > 0:
                     weights.gradients[name] = piece.view(weights.parameters[name].shape)
 

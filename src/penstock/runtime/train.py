@@ -46,7 +46,12 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
         check_job(job, plan)
         transport = TorchTransport(sync_groups(plan))
         assembly = assemble(
-            job, plan, transport=transport, clock=time.perf_counter, device=device, timeout_s=options.timeout_s
+            job,
+            plan,
+            transport=transport,
+            clock=time.perf_counter,
+            device=device,
+            timeout_s=options.timeout_s,
         )
         _Training(assembly, options).run()
 
@@ -109,7 +114,9 @@ class _Training:
             epoch = make_epoch(self.job, self.plan, number)
             segment = self.assembly.segment(epoch, first_microbatch, first_round)
             self._segment_start_s = self.worker.clock()
-            self.worker.on_action = lambda action, epoch=epoch, base=first_microbatch: self._after(action, epoch.samples, base)  # type: ignore[misc]
+            self.worker.on_action = lambda action, epoch=epoch, base=first_microbatch: self._after(
+                action, epoch.samples, base
+            )  # type: ignore[misc]
             self.worker.run(segment)
             self._meet(f"epoch-{number}")
             self.seconds += self.worker.clock() - self._segment_start_s
@@ -148,7 +155,7 @@ class _Training:
             self._line.show(reports, elapsed_s)
 
     def _total_samples(self) -> int:
-        return len(self.job.data) * self.job.epochs  # type: ignore[arg-type]
+        return len(self.job.data) * self.job.epochs
 
     def _meet(self, name: str) -> float:
         """Wait for all workers; returns the moment, which all take as the same."""
@@ -173,12 +180,12 @@ class _Training:
                 for name in (p.name for p in self.plan.profile.graph.parameters_of(layers))
             }
             module = self.worker.stage
-            written = checkpoint.write_shard(
-                directory, stage, module.section, module.weights, skip=frozenset(earlier)
-            )
+            written = checkpoint.write_shard(directory, stage, module.section, module.weights, skip=frozenset(earlier))
         parts = self._gather(f"checkpoint-{epochs_done}", written)
         if self.rank == 0:
-            checkpoint.commit(directory, epochs_done, {replicas[0]: parts[replicas[0]] for replicas in pipeline.workers})
+            checkpoint.commit(
+                directory, epochs_done, {replicas[0]: parts[replicas[0]] for replicas in pipeline.workers}
+            )
         self._meet("checkpoint")
 
     def _gather(self, name: str, part: Any) -> list[Any]:
@@ -211,7 +218,7 @@ class _Training:
         self._meet("handed in")
 
     def _microbatches_of_minibatches(self, sizes: tuple[int, ...]) -> list[int]:
-        epochs = -(-sum(sizes) // len(self.job.data))  # type: ignore[arg-type]
+        epochs = -(-sum(sizes) // len(self.job.data))
         return [count for number in range(epochs) for count in make_epoch(self.job, self.plan, number).minibatches]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +75,7 @@ class Worker:
             elif action.kind is Kind.BACKWARD:
                 self._backward(action, segment)
             elif action.kind is Kind.SYNC:
-                self._timed(action, segment, lambda action=action: self.sync.run(self.stage.weights, action.index))  # type: ignore[misc]
+                self._timed(action, segment, partial(self.sync.run, self.stage.weights, action.index))
             else:
                 self._timed(action, segment, self.stage.weights.step)
             self.on_action(action)
@@ -103,7 +104,7 @@ class Worker:
             lambda: self.stage.backward(action.index, gradients, loss_weight=loss_weight, scale=scale),
         )
         for source, names in self.receives_from.items():
-            self.mailbox.send(action, source, [found[name] for name in names])
+            self.mailbox.send(action, source, [found.get(name) for name in names])
 
     def _gradient_weights(self, microbatch: int, segment: Segment) -> tuple[float, float]:
         """A round's gradient is the mean over its samples, however they fall into microbatches.

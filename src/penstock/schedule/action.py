@@ -21,7 +21,7 @@ class Kind(StrEnum):
 class Action(NamedTuple):
     stage: int
     kind: Kind
-    index: int
+    index: int  # type: ignore[assignment]  # of no use here: tuple.index
     """the microbatch of F and B, the round of SYNC and STEP"""
 
     def __str__(self) -> str:

@@ -71,6 +71,7 @@ def execution_order(schedule: Schedule) -> Iterator[Moment]:
                 met[meeting].add(worker)
                 if len(met[meeting]) < len(together):
                     break
+                del met[meeting]
                 moment = tuple((each, programs[each][position[each]]) for each in together)
             else:
                 moment = ((worker, action),)

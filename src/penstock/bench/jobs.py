@@ -1,0 +1,37 @@
+"""The jobs that benchmarks run, by name, so that worker processes can build the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from penstock.errors import JobError
+from penstock.job import Job
+from penstock.runtime.jobs import build_job
+from penstock.workloads import demo
+from penstock.workloads.models import small_vgg
+
+
+def vgg_job() -> Job:
+    """VGG-like, 7.5 M parameters, random images of CIFAR's size."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(32, 3, 32, 32, generator=generator)
+    labels = torch.randint(0, 10, (32,), generator=generator)
+    return Job(
+        model=small_vgg(),
+        data=torch.utils.data.TensorDataset(images, labels),
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        batch_size=32,
+    )
+
+
+JOBS: dict[str, Callable[[], Job]] = {"vgg": vgg_job, "transformer": demo.job}
+
+
+def bench_job(name: str) -> Job:
+    if name not in JOBS:
+        raise JobError(f"benchmark job {name!r} is unknown; choose one of {', '.join(JOBS)}")
+    return build_job(JOBS[name], name)

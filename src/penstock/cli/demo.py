@@ -1,0 +1,39 @@
+"""``penstock demo``: the whole flow on a real small model, as a user would run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from penstock import codec
+from penstock.cli import app as verbs
+from penstock.cli import show as shown
+from penstock.cli import workers
+from penstock.cluster import parse_cluster
+from penstock.planner import make_plan
+from penstock.run import RunDirectory
+from penstock.workloads import demo
+
+CLUSTER = "local:2"
+
+
+def run_demo(run: Path) -> None:
+    job_file, directory = Path(demo.__file__), RunDirectory(run)
+    typer.echo("1/4  profile: a character-level transformer over Python's own documentation")
+    profile = workers.profile(job_file, None, threads=1)
+    codec.save(profile, run / "profile.json")
+    typer.echo(f"     {len(profile.graph.layers)} layers, captured by {profile.front_end}")
+    typer.echo(f"2/4  plan: the best stages for two workers of this machine ({CLUSTER})")
+    plan = make_plan(profile, parse_cluster(CLUSTER))
+    codec.save(plan, directory.plan)
+    shown.print_table(shown.plan_table(plan))
+    typer.echo("3/4  train: asynchronous 1F1B with weight stashing, one process per worker")
+    workers.train(job_file, directory.plan, directory, None, 120.0, quiet=False)
+    _, trace, result = directory.load()
+    typer.echo(f"     loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f} over {len(result.losses)} minibatches")
+    typer.echo("4/4  report: predicted against measured")
+    simulated = verbs.write_report_of(directory)
+    shown.print_table(shown.comparison_table(trace, simulated))
+    typer.echo(f"checkpoint  {run / (result.checkpoint or '')}")
+    typer.echo(f"report      {directory.report.resolve()}   (open it in a browser)")

@@ -1,0 +1,121 @@
+"""The verbs that need torch: profile here, or start and be the workers of a plan."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from penstock import codec
+from penstock.errors import PenstockError, PlanError
+from penstock.plan import Plan
+from penstock.profile import Profile
+from penstock.run import RunDirectory
+from penstock.runtime.jobs import load_job
+from penstock.runtime.launch import Interrupted, is_worker, launch_workers
+from penstock.runtime.measure import profile_job
+from penstock.runtime.train import Options, train_worker
+from penstock.runtime.verify import Verification, compare, verify_worker
+
+__all__ = ["is_worker", "profile", "train", "train_here", "verify", "verify_here"]
+
+REPEATS = 10
+TOLERANCE = 1e-4
+LAUNCHED = "PENSTOCK_LAUNCHED"
+"""Set in workers that this command line started: it shows their errors itself."""
+
+
+def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profile:
+    job = load_job(job_file)
+    torch.set_num_threads(threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    columns = (
+        TextColumn("profiling"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} layers"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("layers", total=None)
+        return profile_job(
+            job,
+            clock=time.perf_counter,
+            device=device,
+            microbatch_size=microbatch_size or job.batch_size,
+            threads=threads,
+            repeats=REPEATS,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def train(
+    job_file: Path, plan_file: Path, run: RunDirectory, resume: Path | None, timeout_s: float, *, quiet: bool
+) -> None:
+    """Start the workers on this machine and wait; on a signal say where the newest checkpoint is."""
+    plan = codec.load(Plan, plan_file)
+    load_job(job_file)  # a wrong job file is told before any worker starts
+    arguments = ["train", str(job_file), str(plan_file), "--run", str(run.path), "--timeout", str(timeout_s)]
+    if resume is not None:
+        arguments += ["--resume", str(resume)]
+    run.result.unlink(missing_ok=True)
+    try:
+        _launch(arguments + (["--json"] if quiet else []), plan)
+    except Interrupted as interrupted:
+        newest = run.newest_checkpoint()
+        where = f"checkpoint {newest}; go on with --resume {newest}" if newest else "no checkpoint was complete yet"
+        sys.stderr.write(f"\npenstock: stopped, all workers ended; {where}\n")
+        raise typer.Exit(interrupted.exit_code) from None
+
+
+def train_here(
+    job_file: Path, plan_file: Path, run: Path, resume: Path | None, timeout_s: float, *, quiet: bool
+) -> None:
+    """Be one worker."""
+    options = Options(run=RunDirectory(run), resume=resume, timeout_s=timeout_s, quiet=quiet)
+    _as_worker(lambda: train_worker(load_job(job_file), codec.load(Plan, plan_file), options))
+
+
+def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
+    plan = codec.load(Plan, plan_file)
+    job = load_job(job_file)
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["PENSTOCK_VERIFY"] = directory
+        _launch(["verify", str(job_file), str(plan_file), "--timeout", str(timeout_s)], plan)
+        return compare(job, plan, Path(directory), TOLERANCE)
+
+
+def verify_here(job_file: Path, plan_file: Path, timeout_s: float) -> None:
+    directory = os.environ.get("PENSTOCK_VERIFY")
+    if directory is None:
+        raise PlanError("verify starts its own workers; run it without torchrun")
+    _as_worker(lambda: verify_worker(load_job(job_file), codec.load(Plan, plan_file), Path(directory), timeout_s))
+
+
+def _launch(arguments: Sequence[str], plan: Plan) -> None:
+    os.environ[LAUNCHED] = "1"
+    launch_workers(["-m", "penstock", *arguments], len(plan.devices), plan.profile.threads)
+
+
+def _as_worker(work: Callable[[], None]) -> None:
+    """Run a worker's part. Its error goes to the launcher, which shows the first one; a bug keeps its traceback."""
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        work()
+    except PenstockError as error:
+        handler.record_exception(error)
+        if LAUNCHED in os.environ:
+            raise typer.Exit(2) from None
+        raise
+    except Exception as error:
+        handler.record_exception(error)
+        raise

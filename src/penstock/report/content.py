@@ -1,0 +1,187 @@
+"""What the report says, as plain data: the numbers of a run beside those predicted for it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import Any
+
+from penstock import __version__
+from penstock.cost import PlanCosts
+from penstock.errors import FormatError
+from penstock.plan import Plan, Stage
+from penstock.run import Result
+from penstock.schedule import Action, Kind
+from penstock.trace import Event, Trace
+
+# Beyond these the page would be slow to open and the eye would see nothing more.
+MAX_EVENTS = 200_000
+MAX_LOSS_POINTS = 2_000
+
+
+def report_content(*, plan: Plan, measured: Trace, simulated: Trace, result: Result) -> dict[str, Any]:
+    for trace in (measured, simulated):
+        if len(trace.workers) != len(plan.devices):
+            raise FormatError(
+                f"the {trace.origin} trace has {len(trace.workers)} workers but the plan has "
+                f"{len(plan.devices)}; give the traces of this plan"
+            )
+    return {
+        "version": __version__,
+        "model": plan.profile.model,
+        "schedule": plan.schedule,
+        "cluster": plan.cluster.name,
+        "batch_size": plan.profile.batch_size,
+        "microbatches": plan.microbatches,
+        "device_kinds": sorted(set(result.device_kinds.values())),
+        "samples": result.samples,
+        "seconds": result.seconds,
+        "comparison": _comparison(plan, measured, simulated),
+        "traces": [_timeline(measured), _timeline(simulated)],
+        "plan": _plan(plan),
+        "loss": _loss_curve(result.losses),
+    }
+
+
+def _comparison(plan: Plan, measured: Trace, simulated: Trace) -> dict[str, Any]:
+    rates = [simulated.samples_per_s, measured.samples_per_s]
+    minibatch_s = [plan.profile.batch_size / rate if rate > 0 else None for rate in rates]
+    workers = range(len(plan.devices))
+    utilisation = [[trace.utilisation(worker) for worker in workers] for trace in (simulated, measured)]
+    medians = [_median_seconds(trace) for trace in (simulated, measured)]
+    kinds = [kind for kind in Kind if any(kind in row for rows in medians for row in rows)]
+    return {
+        "samples_per_s": _compare(*rates),
+        "minibatch_s": _compare(*minibatch_s),
+        "utilisation": _compare(*map(fmean, utilisation)),
+        "kinds": [kind.value for kind in kinds],
+        "workers": [
+            {
+                "name": measured.workers[worker],
+                "utilisation": _compare(*(column[worker] for column in utilisation)),
+                "seconds": {kind.value: _compare(*(of[worker].get(kind) for of in medians)) for kind in kinds},
+            }
+            for worker in workers
+        ],
+    }
+
+
+def _compare(predicted: float | None, measured: float | None) -> dict[str, float | None]:
+    ratio = measured / predicted if predicted and measured is not None else None
+    return {"predicted": predicted, "measured": measured, "ratio": ratio}
+
+
+def _median_seconds(trace: Trace) -> list[dict[Kind, float]]:
+    """Of each worker, for each kind of action that it did."""
+    seconds: list[dict[Kind, list[float]]] = [defaultdict(list) for _ in trace.workers]
+    for event in trace.events:
+        seconds[event.worker][event.action.kind].append(event.end_s - event.start_s)
+    return [{kind: median(values) for kind, values in of_worker.items()} for of_worker in seconds]
+
+
+def _timeline(trace: Trace) -> dict[str, Any]:
+    """The events by worker, from the trace's first start to where there are too many to draw."""
+    events = sorted(trace.events, key=lambda event: event.start_s)
+    shown = events[:MAX_EVENTS]
+    by_worker: list[list[Event]] = [[] for _ in trace.workers]
+    for event in shown:
+        by_worker[event.worker].append(event)
+    origin_s = events[0].start_s if events else 0.0
+    return {
+        "origin": trace.origin,
+        "events": len(events),
+        "shown": len(shown),
+        "workers": [
+            {"name": name, **_packed(of_worker, origin_s)}
+            for name, of_worker in zip(trace.workers, by_worker, strict=True)
+        ],
+    }
+
+
+def _packed(events: Sequence[Event], origin_s: float) -> dict[str, Any]:
+    """Nanoseconds from each end to the next start and on to its end: far smaller than plain events."""
+    gaps, lengths, last_end = [], [], 0
+    for event in events:
+        start, end = round((event.start_s - origin_s) * 1e9), round((event.end_s - origin_s) * 1e9)
+        gaps.append(start - last_end)
+        lengths.append(end - start)
+        last_end = end
+    return {"actions": " ".join(str(event.action) for event in events), "gap_ns": gaps, "length_ns": lengths}
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    costs = PlanCosts(plan)
+    stages = [_stage(costs, index) for index in range(len(plan.stages))]
+    if len(stages) > 1:
+        max(stages, key=lambda stage: stage["microbatch_s"])["bottleneck"] = True
+    prediction = plan.prediction
+    return {
+        "stages": stages,
+        "layers": [layer for index in range(len(stages)) for layer in _layers(costs, index)],
+        "minibatch_s": prediction.seconds_per_minibatch,
+        "gap": prediction.gap,
+        "data_parallel_s": prediction.data_parallel_s,
+        "one_device_s": prediction.one_device_s,
+    }
+
+
+def _stage(costs: PlanCosts, index: int) -> dict[str, Any]:
+    """Seconds are those of the stage's slowest replica, which the others wait for."""
+    plan, stage = costs.plan, costs.plan.stages[index]
+    layers, names = _in_order(plan, stage), plan.profile.graph.by_id
+    workers = plan.pipeline.workers[index]
+    forward_s, backward_s, step_s = (
+        max(costs.compute_s(Action(index, kind, 0), worker) for worker in workers)
+        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)
+    )
+    per_round = len(workers) if plan.is_asynchronous else plan.microbatches
+    return {
+        "first": names[layers[0]].name,
+        "last": names[layers[-1]].name,
+        "layers": len(layers),
+        "devices": list(stage.devices),
+        "in_flight": stage.in_flight,
+        "parameter_bytes": costs.model.parameter_bytes(stage.layers),
+        "forward_s": forward_s,
+        "backward_s": backward_s,
+        "bottleneck": False,
+        "microbatch_s": (forward_s + backward_s) / len(workers) + (step_s + costs.sync_s(index)) / per_round,
+    }
+
+
+def _layers(costs: PlanCosts, index: int) -> list[dict[str, Any]]:
+    plan, stage, model = costs.plan, costs.plan.stages[index], costs.model
+    return [
+        {
+            "name": plan.profile.graph.by_id[layer].name,
+            "stage": index,
+            "forward_s": model.forward_s([layer], stage.devices[0]),
+            "backward_s": model.backward_s([layer], stage.devices[0]),
+        }
+        for layer in _in_order(plan, stage)
+    ]
+
+
+def _in_order(plan: Plan, stage: Stage) -> list[int]:
+    own = set(stage.layers)
+    return [layer for layer in plan.profile.graph.order if layer in own]
+
+
+def _loss_curve(losses: Sequence[float]) -> dict[str, Any]:
+    """The loss after so many minibatches; in a long run each point is a mean over as many as it takes."""
+    every = max(1, math.ceil(len(losses) / MAX_LOSS_POINTS))
+    chunks = [losses[start : start + every] for start in range(0, len(losses), every)]
+    return {
+        "minibatches": len(losses),
+        "every": every,
+        "points": [_finite(fmean(chunk)) for chunk in chunks],
+        "first": _finite(losses[0]) if losses else None,
+        "final": _finite(losses[-1]) if losses else None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for a loss that diverged; the page leaves a gap."""
+    return value if math.isfinite(value) else None

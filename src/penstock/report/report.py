@@ -1,0 +1,44 @@
+"""Writes the report page: a template, its style and scripts, and the content as one block of JSON."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from penstock.plan import Plan
+from penstock.report.content import report_content
+from penstock.run import Result
+from penstock.trace import Trace
+
+_ASSETS = {"style": "style.css", "timeline": "timeline.js", "charts": "charts.js", "page": "page.js"}
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+
+
+def write_report(path: Path, *, plan: Plan, measured: Trace, simulated: Trace, result: Result) -> None:
+    """Write a self-contained page; ``simulated`` is the simulator's trace of the same plan."""
+    content = report_content(plan=plan, measured=measured, simulated=simulated, result=result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(_page(content), encoding="utf-8")
+    partial.replace(path)
+
+
+def _page(content: dict[str, Any]) -> str:
+    title = f"{content['model']} on {content['cluster']}: Penstock report"
+    parts = {slot: _asset(name) for slot, name in _ASSETS.items()}
+    parts |= {"title": html.escape(title), "content": _json_for_script(content)}
+    # One pass: what is put in is never searched for slots, so a layer named {{style}} stays a name.
+    return _SLOT.sub(lambda slot: parts[slot[1]], _asset("template.html"))
+
+
+def _json_for_script(content: dict[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in, whatever a layer is called."""
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return resources.files("penstock.report").joinpath(name).read_text(encoding="utf-8")

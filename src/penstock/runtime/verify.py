@@ -1,0 +1,142 @@
+"""Compares what a plan's workers compute with the model in a single process: the loss and every gradient."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from penstock.errors import WorkerError
+from penstock.job import Job
+from penstock.plan import Plan
+from penstock.runtime.assemble import Assembly, assemble
+from penstock.runtime.capture import call_arguments
+from penstock.runtime.data import load_microbatch
+from penstock.runtime.sync import sync_groups
+from penstock.runtime.train import worker_process
+from penstock.runtime.transport import TorchTransport
+from penstock.runtime.worker import Segment
+from penstock.sampling import Epoch
+from penstock.schedule import Kind, Schedule, build_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    microbatches: int
+    loss: float
+    loss_difference: float
+    gradients: int
+    """how many were compared, on all workers together"""
+    largest_difference: float
+    """of any gradient element, beside the largest element of that gradient (or a hundredth of the largest of all)"""
+    worst_parameter: str
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.largest_difference <= self.tolerance and self.loss_difference <= self.tolerance
+
+
+def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> None:
+    """Run one minibatch without updating any weight; leave gradients and losses in ``directory``."""
+    switch_dropout_off(job.model)
+    with worker_process(plan, timeout_s) as device:
+        transport = TorchTransport(sync_groups(plan))
+        assembly = assemble(job, plan, transport=transport, clock=time.perf_counter, device=device, timeout_s=timeout_s)
+        save_gradients(assembly, directory)
+
+
+def save_gradients(assembly: Assembly, directory: Path) -> None:
+    worker, epoch = assembly.worker, verification_epoch(assembly.job, assembly.plan)
+    segment: Segment = replace(assembly.segment(epoch), schedule=_without_steps(assembly.plan, epoch))
+    worker.run(segment)
+    tensors = {name: gradient.cpu().clone() for name, gradient in worker.stage.weights.gradients.items()}
+    save_file(tensors, directory / f"worker-{worker.rank}.safetensors")
+    losses = {str(m): loss for m, loss in worker.stage.losses.items()}
+    (directory / f"worker-{worker.rank}.json").write_text(json.dumps(losses))
+
+
+def verification_epoch(job: Job, plan: Plan) -> Epoch:
+    """One minibatch: the plan's own, or for an asynchronous plan enough microbatches that every replica has one."""
+    count = plan.microbatches if not plan.is_asynchronous else max(len(stage.devices) for stage in plan.stages) + 1
+    batch_size = job.batch_size if not plan.is_asynchronous else job.batch_size * count
+    num_samples = min(len(job.data), batch_size)
+    return Epoch(num_samples=num_samples, batch_size=batch_size, microbatches=count, seed=job.seed)
+
+
+def compare(job: Job, plan: Plan, directory: Path, tolerance: float) -> Verification:
+    """The reference: the same microbatches one after another through the whole model, in this process."""
+    switch_dropout_off(job.model)
+    epoch = verification_epoch(job, plan)
+    expected_loss, expected = reference_gradients(job, epoch)
+    losses: dict[int, float] = {}
+    compared, worst, worst_name = 0, 0.0, ""
+    # A gradient that is zero but for rounding (a bias before batch norm) has no size of its own to compare with.
+    smallest_size = 1e-2 * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
+    for rank, stage in enumerate(plan.pipeline.stage_of):
+        found = load_file(directory / f"worker-{rank}.safetensors")
+        losses |= {int(m): loss for m, loss in json.loads((directory / f"worker-{rank}.json").read_text()).items()}
+        owned = {p.name for p in plan.profile.graph.parameters_of(plan.stages[stage].layers)}
+        for name in owned:
+            difference = _relative_difference(found.get(name), expected.get(name), smallest_size)
+            compared += 1
+            if difference >= worst:
+                worst, worst_name = difference, name
+    total = sum(epoch.samples)
+    if len(losses) != len(epoch.samples):
+        raise WorkerError(f"the workers reported {len(losses)} losses for {len(epoch.samples)} microbatches")
+    loss = sum(losses[m] * samples for m, samples in enumerate(epoch.samples)) / total
+    return Verification(
+        microbatches=len(epoch.samples),
+        loss=loss,
+        loss_difference=abs(loss - expected_loss) / max(abs(expected_loss), 1e-12),
+        gradients=compared,
+        largest_difference=worst,
+        worst_parameter=worst_name,
+        tolerance=tolerance,
+    )
+
+
+def reference_gradients(job: Job, epoch: Epoch) -> tuple[float, dict[str, Tensor]]:
+    job.model.train()
+    job.model.zero_grad()
+    total, mean_loss = sum(epoch.samples), 0.0
+    for microbatch, samples in enumerate(epoch.samples):
+        inputs, target = load_microbatch(job, epoch, microbatch)
+        args, kwargs = call_arguments(inputs)
+        loss = job.loss(job.model(*args, **kwargs), target)
+        torch.autograd.backward(loss * (samples / total))
+        mean_loss += float(loss.detach()) * samples / total
+    gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
+    return mean_loss, gradients
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Random masks differ from process to process; without them the two computations are the same function."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            module.dropout = 0.0
+
+
+def _without_steps(plan: Plan, epoch: Epoch) -> Schedule:
+    name = "1f1b" if plan.is_asynchronous else plan.schedule
+    schedule = build_schedule(name, plan.pipeline, epoch.minibatches, [stage.in_flight for stage in plan.stages])
+    programs = tuple(
+        tuple(action for action in program if action.kind is not Kind.STEP) for program in schedule.programs
+    )
+    return replace(schedule, programs=programs)
+
+
+def _relative_difference(found: Tensor | None, expected: Tensor | None, smallest_size: float) -> float:
+    if found is None or expected is None:
+        return 0.0 if found is expected else math.inf
+    size = max(float(expected.abs().max()), smallest_size, 1e-30)
+    return float((found - expected).abs().max()) / size

@@ -1,0 +1,254 @@
+"""Small graphs, profiles, clusters and plans for tests, made by hand or drawn by hypothesis. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from penstock.cluster import Cluster, Device, Level
+from penstock.graph import Layer, LayerGraph, Parameter, Value
+from penstock.plan import Plan, Prediction, Stage
+from penstock.profile import LayerSeconds, Profile
+from penstock.schedule import FAMILIES, Pipeline, default_depth, family
+
+SCHEDULES = tuple(FAMILIES)
+SYNCHRONOUS = tuple(name for name in FAMILIES if not family(name).asynchronous)
+
+law = settings(max_examples=50, deadline=None, derandomize=True)
+"""For properties that are cheap to try."""
+slow_law = settings(max_examples=25, deadline=None, derandomize=True)
+"""For properties that plan or simulate."""
+
+
+def chain_graph(
+    num_layers: int,
+    *,
+    value_bytes: int = 0,
+    parameter_bytes: int = 0,
+    saved_bytes: int = 0,
+    tied: Sequence[int] = (),
+) -> LayerGraph:
+    """Layers one after another, each with one parameter; those in ``tied`` share theirs."""
+    names = ["tied" if layer in tied else f"w{layer}" for layer in range(num_layers)]
+    return LayerGraph(
+        layers=tuple(
+            Layer(id=i, name=f"layer{i}", kind="Linear", parameters=(names[i],), saved_bytes=saved_bytes)
+            for i in range(num_layers)
+        ),
+        values=tuple(
+            Value(name=f"v{i}", producer=i, consumers=(i + 1,), num_bytes=value_bytes) for i in range(num_layers - 1)
+        ),
+        parameters=tuple(Parameter(name=name, num_bytes=parameter_bytes) for name in dict.fromkeys(names)),
+    )
+
+
+def layer_seconds(forward_s: float, backward_s: float | None = None, update_s: float = 0.0) -> LayerSeconds:
+    """A layer whose backward takes ``backward_s``, or as usual twice its forward, half of it for the weights."""
+    half = forward_s if backward_s is None else backward_s / 2
+    return LayerSeconds(forward_s=forward_s, backward_input_s=half, backward_weight_s=half, update_s=update_s)
+
+
+def profile_of(
+    graph: LayerGraph, seconds: Sequence[LayerSeconds], *, batch_size: int = 8, microbatch_size: int = 1
+) -> Profile:
+    return Profile(
+        model="toy",
+        front_end="module",
+        batch_size=batch_size,
+        microbatch_size=microbatch_size,
+        graph=graph,
+        seconds={"cpu": tuple(seconds)},
+    )
+
+
+def chain_profile(
+    forward_s: Sequence[float], *, batch_size: int = 8, microbatch_size: int = 1, **graph: Any
+) -> Profile:
+    """A chain of layers with these forward seconds and backwards of twice that; ``graph`` as for chain_graph."""
+    seconds = [layer_seconds(each) for each in forward_s]
+    return profile_of(
+        chain_graph(len(seconds), **graph), seconds, batch_size=batch_size, microbatch_size=microbatch_size
+    )
+
+
+def flat_cluster(
+    devices: int, *, bytes_per_s: float = 1e9, latency_s: float = 0.0, memory_bytes: int | None = None
+) -> Cluster:
+    return Cluster(
+        name="flat",
+        devices=(Device(memory_bytes=memory_bytes),) * devices,
+        levels=(Level(size=devices, bytes_per_s=bytes_per_s, latency_s=latency_s),),
+    )
+
+
+def nothing_predicted() -> Prediction:
+    return Prediction(seconds_per_minibatch=0.0, lower_bound_s=0.0, data_parallel_s=None, one_device_s=None)
+
+
+def plan_of(
+    profile: Profile,
+    cluster: Cluster,
+    layers: Sequence[Sequence[int]],
+    replicas: Sequence[int] | None = None,
+    *,
+    schedule: str = "1f1b",
+    microbatches: int = 1,
+) -> Plan:
+    """A plan with these layers per stage, ``replicas`` of each on consecutive devices, and the usual depths."""
+    replicas = replicas or [1] * len(layers)
+    pipeline = pipeline_of(replicas)
+    stages = tuple(
+        Stage(layers=tuple(each), devices=pipeline.workers[i], in_flight=default_depth(pipeline, i))
+        for i, each in enumerate(layers)
+    )
+    return Plan(
+        profile=profile,
+        cluster=cluster,
+        stages=stages,
+        schedule=schedule,
+        microbatches=microbatches,
+        prediction=nothing_predicted(),
+    )
+
+
+def one_device_plan(profile: Profile, *, schedule: str = "1f1b") -> Plan:
+    return plan_of(profile, flat_cluster(1), [profile.graph.order], schedule=schedule)
+
+
+def one_layer_per_stage(
+    forward_s: Sequence[float], *, schedule: str, microbatches: int = 1, batch_size: int = 8, **cluster: Any
+) -> Plan:
+    """A chain with one stage per layer on one device each; a microbatch takes the ``forward_s`` given."""
+    profile = chain_profile(forward_s, batch_size=batch_size, microbatch_size=max(1, batch_size // microbatches))
+    stages = [[layer] for layer in range(len(forward_s))]
+    return plan_of(
+        profile, flat_cluster(len(forward_s), **cluster), stages, schedule=schedule, microbatches=microbatches
+    )
+
+
+def pipeline_of(
+    replicas: Sequence[int],
+    reads: Sequence[Sequence[int]] | None = None,
+    ties: Sequence[Sequence[int]] = (),
+) -> Pipeline:
+    """Stages of so many replicas, workers numbered stage by stage; each reads from the one before unless told."""
+    workers, first = [], 0
+    for count in replicas:
+        workers.append(tuple(range(first, first + count)))
+        first += count
+    if reads is None:
+        reads = [(stage - 1,) if stage else () for stage in range(len(replicas))]
+    return Pipeline(workers=tuple(workers), reads=tuple(map(tuple, reads)), ties=tuple(map(tuple, ties)))
+
+
+replications = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+minibatch_sizes = st.lists(st.integers(1, 13), min_size=1, max_size=3)
+"""Microbatches of each minibatch: fewer than stages, and numbers that no replication divides, among them."""
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, *, skips: bool = True, ties: bool = False) -> Pipeline:
+    """Any replication; with ``skips`` a stage may read from several earlier stages, with ``ties`` stages share weights."""
+    replicas = draw(replications)
+    stages = len(replicas)
+    reads: list[tuple[int, ...]] = [()]
+    for stage in range(1, stages):
+        earlier = draw(st.sets(st.integers(0, stage - 1), max_size=3)) if skips else set()
+        reads.append(tuple(sorted(earlier | {stage - 1})))
+    tied: list[tuple[int, ...]] = []
+    if ties and stages > 1:
+        groups = st.sets(st.integers(0, stages - 1), min_size=2, max_size=stages)
+        tied = [tuple(sorted(group)) for group in draw(st.lists(groups, max_size=2))]
+    return pipeline_of(replicas, reads, tied)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, *, max_layers: int = 6) -> LayerGraph:
+    """A DAG with ids in any order, values with several readers, several inputs, tied and missing parameters.
+
+    Everything leads to the last layer, as it does to the loss of a model.
+    """
+    n = draw(st.integers(1, max_layers))
+    ids = draw(st.permutations(range(n)))
+    readers = [draw(st.sets(st.integers(i + 1, n - 1), min_size=1, max_size=3)) for i in range(n - 1)] + [set()]
+    sizes = st.integers(0, 10**6)
+    parameters = tuple(
+        Parameter(name=f"w{i}", num_bytes=draw(sizes), state_bytes=draw(sizes)) for i in range(draw(st.integers(0, n)))
+    )
+    some_names = st.sets(st.sampled_from([p.name for p in parameters]), max_size=2) if parameters else st.just(set())
+    return LayerGraph(
+        layers=tuple(
+            Layer(
+                id=ids[i], name=f"l{i}", kind="Any", parameters=tuple(sorted(draw(some_names))), saved_bytes=draw(sizes)
+            )
+            for i in range(n)
+        ),
+        values=tuple(
+            Value(
+                name=f"v{i}",
+                producer=ids[i],
+                consumers=tuple(ids[reader] for reader in sorted(readers[i])),
+                num_bytes=draw(sizes),
+                differentiable=draw(st.booleans()),
+            )
+            for i in range(n)
+        ),
+        parameters=parameters,
+    )
+
+
+_seconds = st.floats(1e-6, 0.1, allow_nan=False)
+_costs = st.builds(
+    LayerSeconds, forward_s=_seconds, backward_input_s=_seconds, backward_weight_s=_seconds, update_s=_seconds
+)
+
+
+@st.composite
+def profiles(draw: st.DrawFn, *, max_layers: int = 6, kinds: Sequence[str] = ("cpu",)) -> Profile:
+    graph = draw(graphs(max_layers=max_layers))
+    rows = st.lists(_costs, min_size=len(graph.layers), max_size=len(graph.layers)).map(tuple)
+    return Profile(
+        model="random",
+        front_end="module",
+        batch_size=draw(st.integers(1, 32)),
+        microbatch_size=draw(st.integers(1, 8)),
+        graph=graph,
+        seconds={kind: draw(rows) for kind in kinds},
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn, *, max_devices: int = 6, even: bool = False) -> Cluster:
+    """One or two levels, devices alike or not."""
+    inner = draw(st.integers(1, max_devices))
+    outer = draw(st.integers(1, max(1, max_devices // inner)))
+    rates = st.floats(1e5, 1e11)
+    levels = tuple(
+        Level(size=size, bytes_per_s=draw(rates), latency_s=draw(st.floats(0, 1e-3))) for size in (inner, outer)
+    )
+    speeds = st.just(1.0) if even else st.floats(0.25, 4.0)
+    devices = tuple(Device(speed=draw(speeds)) for _ in range(inner * outer))
+    return Cluster(name="random", devices=devices, levels=levels)
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, schedules: Sequence[str] = SCHEDULES) -> Plan:
+    """Any cut of any graph over any devices: not a good plan, but one that can run."""
+    profile, cluster = draw(profiles()), draw(clusters())
+    order, devices = profile.graph.order, len(cluster.devices)
+    schedule = draw(st.sampled_from(schedules))
+    tied = len({name for each in profile.graph.layers for name in each.parameters}) < sum(
+        len(each.parameters) for each in profile.graph.layers
+    )
+    most = 1 if family(schedule).asynchronous and tied else min(len(order), devices)
+    count = draw(st.integers(1, most))
+    cuts = sorted(draw(st.permutations(range(1, len(order))))[: count - 1])
+    layers = [order[start:end] for start, end in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+    replicas = [1] * count
+    for _ in range(draw(st.integers(0, devices - count))):
+        replicas[draw(st.integers(0, count - 1))] += 1
+    microbatches = 1 if family(schedule).asynchronous else draw(st.integers(1, profile.batch_size))
+    return plan_of(profile, cluster, layers, replicas, schedule=schedule, microbatches=microbatches)

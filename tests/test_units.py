@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from builders import law
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import FormatError
+from penstock.units import parse_bytes, parse_bytes_per_s, parse_seconds, show_bytes, show_seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("16GB", 16 * 10**9),
+        ("16 GiB", 16 * 2**30),
+        (" 1.5kb ", 1500),
+        ("1e3", 1000),
+        (".5MB", 500_000),
+        ("512", 512),
+        ("8bit", 1),
+        (4096, 4096),
+        (1.5e9, 1_500_000_000),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str | float, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("1.25GB/s", 1.25e9), ("10Gbit/s", 1.25e9), ("100 MB", 1e8), (" 1e9 /s", 1e9), (3.0, 3.0)]
+)
+def test_rates_are_read_with_or_without_their_per_second(text: str | float, rate: float) -> None:
+    assert parse_bytes_per_s(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10us", 1e-5), ("1.5 ms", 1.5e-3), ("2s", 2.0), ("2", 2.0), ("7ns", 7e-9), (1e-7, 1e-7)]
+)
+def test_durations_are_read_as_people_write_them(text: str | float, seconds: float) -> None:
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1GB", "sixteen", "16 apples", "1.2.3GB", "1e999GB", math.nan, math.inf, -1, True]
+)
+@pytest.mark.parametrize(
+    ("parse", "example"), [(parse_bytes, "16GB"), (parse_bytes_per_s, "1.25GB/s"), (parse_seconds, "10us")]
+)
+def test_text_that_is_no_quantity_is_refused_with_an_example(
+    parse: Callable[[str | float], float], example: str, text: str | float
+) -> None:
+    with pytest.raises(FormatError, match=f"expected a .* such as {example}") as caught:
+        parse(text)
+    assert str(caught.value).startswith(repr(text))
+
+
+def test_a_unit_of_another_quantity_is_refused() -> None:
+    with pytest.raises(FormatError, match="a duration"):
+        parse_seconds("1GB")
+    with pytest.raises(FormatError, match="a size"):
+        parse_bytes("1us")
+
+
+@law
+@given(st.integers(0, 10**13))
+def test_a_size_shown_reads_back_as_the_same_to_three_digits(num_bytes: int) -> None:
+    assert parse_bytes(show_bytes(num_bytes)) == pytest.approx(num_bytes, rel=5.1e-3)
+
+
+@law
+@given(st.floats(1e-9, 1e5))
+def test_a_duration_shown_reads_back_as_the_same_to_three_digits(seconds: float) -> None:
+    assert parse_seconds(show_seconds(seconds)) == pytest.approx(seconds, rel=5.1e-3, abs=0.51e-9)
