@@ -118,15 +118,15 @@ def one_device_plan(profile: Profile, *, schedule: str = "1f1b") -> Plan:
     return plan_of(profile, flat_cluster(1), [profile.graph.order], schedule=schedule)
 
 
-def one_layer_per_stage(
-    forward_s: Sequence[float], *, schedule: str, microbatches: int = 1, batch_size: int = 8, **cluster: Any
-) -> Plan:
-    """A chain with one stage per layer on one device each; a microbatch takes the ``forward_s`` given."""
-    profile = chain_profile(forward_s, batch_size=batch_size, microbatch_size=max(1, batch_size // microbatches))
+def one_layer_per_stage(forward_s: Sequence[float], *, schedule: str, microbatches: int = 1, replicas: int = 1) -> Plan:
+    """A chain with one stage per layer and nothing to send, so that links are free.
+
+    ``forward_s`` is what each takes for a microbatch, which has two samples; a backward takes twice that.
+    """
+    profile = chain_profile(forward_s, batch_size=2 * microbatches, microbatch_size=2)
     stages = [[layer] for layer in range(len(forward_s))]
-    return plan_of(
-        profile, flat_cluster(len(forward_s), **cluster), stages, schedule=schedule, microbatches=microbatches
-    )
+    counts = [replicas] * len(forward_s)
+    return plan_of(profile, flat_cluster(sum(counts)), stages, counts, schedule=schedule, microbatches=microbatches)
 
 
 def pipeline_of(
@@ -151,7 +151,7 @@ minibatch_sizes = st.lists(st.integers(1, 13), min_size=1, max_size=3)
 
 @st.composite
 def pipelines(draw: st.DrawFn, *, skips: bool = True, ties: bool = False) -> Pipeline:
-    """Any replication; with ``skips`` a stage may read from several earlier stages, with ``ties`` stages share weights."""
+    """Any replication; with ``skips`` a stage may read several earlier stages, with ``ties`` stages share weights."""
     replicas = draw(replications)
     stages = len(replicas)
     reads: list[tuple[int, ...]] = [()]

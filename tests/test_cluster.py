@@ -4,10 +4,10 @@ import math
 from pathlib import Path
 
 import pytest
-from builders import clusters, law
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders import clusters, law
 from penstock.cluster import Cluster, Device, Level, parse_cluster
 from penstock.errors import ClusterError, FormatError, PenstockError
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from builders import chain_graph, graphs, law
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders import chain_graph, graphs, law
 from penstock.errors import GraphError
 from penstock.graph import Layer, LayerGraph, Parameter, Value
 

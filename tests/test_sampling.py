@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
-from builders import law
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders import law
 from penstock.errors import JobError
 from penstock.sampling import Epoch
 
@@ -25,11 +26,14 @@ def epochs(draw: st.DrawFn) -> Epoch:
     )
 
 
+def all_indices(epoch: Epoch) -> list[int]:
+    return [index for m in range(len(epoch.samples)) for index in epoch.indices(m)]
+
+
 @law
 @given(epochs())
 def test_every_sample_is_in_exactly_one_microbatch(epoch: Epoch) -> None:
-    drawn = [index for m in range(len(epoch.samples)) for index in epoch.indices(m)]
-    assert sorted(drawn) == list(range(epoch.num_samples))
+    assert sorted(all_indices(epoch)) == list(range(epoch.num_samples))
 
 
 @law
@@ -80,11 +84,7 @@ def test_the_order_of_samples_does_not_depend_on_how_they_are_divided(epoch: Epo
         seed=epoch.seed,
         number=epoch.number,
     )
-
-    def order(each: Epoch) -> list[int]:
-        return [index for m in range(len(each.samples)) for index in each.indices(m)]
-
-    assert order(epoch) == order(other)
+    assert all_indices(epoch) == all_indices(other)
 
 
 def test_no_data_is_refused() -> None:
@@ -95,3 +95,26 @@ def test_no_data_is_refused() -> None:
 def test_more_microbatches_than_samples_in_a_batch_are_refused() -> None:
     with pytest.raises(JobError, match="5 microbatches from a batch of 4 samples; raise batch_size or plan with fewer"):
         Epoch(num_samples=100, batch_size=4, microbatches=5, seed=0)
+
+
+@law
+@given(epochs(), st.integers(1, 12))
+def test_an_epoch_in_parts_is_the_same_minibatches_and_samples_in_the_same_order(
+    epoch: Epoch, minibatches: int
+) -> None:
+    parts = epoch.parts(minibatches)
+    assert tuple(itertools.chain.from_iterable(part.minibatches for part in parts)) == epoch.minibatches
+    assert list(itertools.chain.from_iterable(map(all_indices, parts))) == all_indices(epoch)
+    assert all(1 <= len(part.minibatches) <= minibatches for part in parts)
+
+
+@law
+@given(epochs(), st.data())
+def test_an_epoch_resumed_in_the_middle_sees_exactly_the_samples_that_are_left(
+    epoch: Epoch, data: st.DataObject
+) -> None:
+    done = data.draw(st.integers(0, len(epoch.minibatches) - 1))
+    rest = replace(epoch, first_minibatch=done)
+    again = list(itertools.chain.from_iterable(map(all_indices, rest.parts(data.draw(st.integers(1, 12))))))
+    seen = sum(epoch.samples[: sum(epoch.minibatches[:done])])
+    assert again == all_indices(rest) == all_indices(epoch)[seen:]

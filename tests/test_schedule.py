@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 
 import pytest
-from builders import SCHEDULES, SYNCHRONOUS, law, minibatch_sizes, pipeline_of, pipelines
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders import SCHEDULES, SYNCHRONOUS, law, minibatch_sizes, pipeline_of, pipelines
 from penstock.errors import ScheduleError
 from penstock.schedule import (
     Action,
@@ -224,7 +224,7 @@ def with_program(schedule: Schedule, worker: int, text: str) -> Schedule:
 
 def test_two_swapped_actions_that_deadlock_are_found_and_the_blocked_action_of_each_worker_is_marked() -> None:
     good = build_schedule("1f1b", pipeline_of([1, 1]), [2], depths=[1, 1])
-    assert [str(action) for action in good.programs[0]] == "0F0 0B0 0F1 0B1 0STEP0".split()
+    assert [str(action) for action in good.programs[0]] == ["0F0", "0B0", "0F1", "0B1", "0STEP0"]
     check(good)
     swapped = with_program(good, 1, "1F0 1F1 1B0 1B1 1STEP0")
     with pytest.raises(ScheduleError) as caught:

@@ -54,7 +54,7 @@ class RunDirectory:
         return self.path / "report.html"
 
     def newest_checkpoint(self) -> Path | None:
-        complete = sorted(self.checkpoints.glob("epoch-*/checkpoint.json")) if self.checkpoints.is_dir() else []
+        complete = sorted(self.checkpoints.glob("step-*/checkpoint.json")) if self.checkpoints.is_dir() else []
         return complete[-1].parent if complete else None
 
     def load(self) -> tuple[Plan, Trace, Result]:

@@ -6,7 +6,7 @@ agree without a message, and every sample is seen exactly once per epoch whateve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,7 @@ from penstock.errors import JobError
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """One pass over the data, divided into minibatches and those into microbatches.
+    """One pass over the data, or part of one, divided into minibatches and those into microbatches.
 
     Sizes differ by at most one within a minibatch. The last minibatch takes what is left; it has fewer microbatches
     only if it has fewer samples than that.
@@ -27,6 +27,10 @@ class Epoch:
     microbatches: int
     seed: int
     number: int = 0
+    first_minibatch: int = 0
+    """where to start: what comes before it, in this epoch, is not here"""
+    last_minibatch: int | None = None
+    """where to stop, this one excluded"""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -40,22 +44,42 @@ class Epoch:
     @cached_property
     def minibatches(self) -> tuple[int, ...]:
         """How many microbatches each minibatch has."""
-        return tuple(min(self.microbatches, size) for size in self._minibatch_sizes)
+        return self._all_minibatches[self.first_minibatch : self.last_minibatch]
 
     @cached_property
     def samples(self) -> tuple[int, ...]:
         """How many samples each microbatch has."""
-        return tuple(
-            size // count + (1 if i < size % count else 0)
-            for size, count in zip(self._minibatch_sizes, self.minibatches, strict=True)
-            for i in range(count)
-        )
+        return self._all_samples[self.first_microbatch : self.first_microbatch + sum(self.minibatches)]
+
+    @cached_property
+    def first_microbatch(self) -> int:
+        """The place of microbatch 0 in the whole epoch."""
+        return sum(self._all_minibatches[: self.first_minibatch])
 
     def indices(self, microbatch: int) -> list[int]:
         """The samples of one microbatch."""
-        start = int(self._starts[microbatch])
+        if not 0 <= microbatch < len(self.samples):
+            raise IndexError(f"microbatch {microbatch} of {len(self.samples)}")
+        start = int(self._starts[self.first_microbatch + microbatch])
         indices: list[int] = self._permutation[start : start + self.samples[microbatch]].tolist()
         return indices
+
+    def parts(self, minibatches: int) -> list[Epoch]:
+        """The rest of this epoch in pieces of so many minibatches."""
+        starts = range(self.first_minibatch, len(self._all_minibatches), minibatches)
+        return [replace(self, first_minibatch=start, last_minibatch=start + minibatches) for start in starts]
+
+    @cached_property
+    def _all_minibatches(self) -> tuple[int, ...]:
+        return tuple(min(self.microbatches, size) for size in self._minibatch_sizes)
+
+    @cached_property
+    def _all_samples(self) -> tuple[int, ...]:
+        return tuple(
+            size // count + (1 if i < size % count else 0)
+            for size, count in zip(self._minibatch_sizes, self._all_minibatches, strict=True)
+            for i in range(count)
+        )
 
     @cached_property
     def _minibatch_sizes(self) -> tuple[int, ...]:
@@ -64,7 +88,7 @@ class Epoch:
 
     @cached_property
     def _starts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return np.concatenate(([0], np.cumsum(self.samples[:-1], dtype=np.int64)))
+        return np.concatenate(([0], np.cumsum(self._all_samples[:-1], dtype=np.int64)))
 
     @cached_property
     def _permutation(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

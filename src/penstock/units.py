@@ -22,7 +22,9 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_bytes_per_s(text: str | float) -> float:
-    return _parse(text.strip().removesuffix("/s") if isinstance(text, str) else text, _BYTES, "a rate such as 1.25GB/s")
+    """A number alone is bytes per second; a text must name its unit, since nobody means 12 bytes per second by 12."""
+    rates = {unit: size for unit, size in _BYTES.items() if unit or not isinstance(text, str)}
+    return _parse(text.strip().removesuffix("/s") if isinstance(text, str) else text, rates, "a rate such as 1.25GB/s")
 
 
 def parse_seconds(text: str | float) -> float:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +18,7 @@ import typer
 from penstock import __version__, codec
 from penstock.cli import show as shown
 from penstock.cluster import parse_cluster
-from penstock.errors import FormatError, PenstockError
+from penstock.errors import FormatError, PenstockError, WorkerError
 from penstock.plan import Plan
 from penstock.profile import Profile
 from penstock.run import RunDirectory
@@ -50,13 +52,15 @@ Timeout = Annotated[float, typer.Option(help="seconds after which a worker gives
 
 
 def main() -> None:
-    """Run the command line; wrong input is one clear line and exit code 2."""
+    """Run the command line; wrong input is one clear line and exit code 2, a worker that fails exit code 1."""
+    if "RANK" in os.environ:  # a worker: Ctrl-C ends it at once, and the launcher says what there is to say
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         app()
     except PenstockError as error:
         sys.stderr.write(f"penstock: {error}\n")
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, WorkerError) else 2)
 
 
 @app.callback(invoke_without_command=True)
@@ -156,24 +160,28 @@ def train(
         "penstock-runs/latest"
     ),
     resume: Annotated[Path | None, typer.Option(help="checkpoint directory to go on from, written by any plan")] = None,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="minibatches between checkpoints")] = 500,
     timeout: Timeout = 300.0,
     as_json: Json = False,
 ) -> None:
     """Train a job under a plan. One process per worker: started here, or by torchrun."""
     from penstock.cli import workers
 
+    directory = RunDirectory(run)
+    options = workers.Options(
+        run=directory, resume=resume, timeout_s=timeout, checkpoint_every=checkpoint_every, quiet=as_json
+    )
     if workers.is_worker():
         if plan is None:
             raise FormatError("torchrun needs a PLAN: profile and plan once, then give the same file on every host")
-        workers.train_here(job, plan, run, resume, timeout, quiet=as_json)
+        workers.train_here(job, plan, options)
         return
-    directory = RunDirectory(run)
     if plan is None:
         made = _plan(_profile(job, None, 1), cluster)
         shown.print_table(shown.plan_table(made))
         codec.save(made, directory.plan)
         plan = directory.plan
-    workers.train(job, plan, directory, resume, timeout, quiet=as_json)
+    workers.train(job, plan, options)
     _, trace, result = directory.load()
     comparison = write_report_of(directory)
     _answer(

@@ -29,7 +29,7 @@ def run_demo(run: Path) -> None:
     codec.save(plan, directory.plan)
     shown.print_table(shown.plan_table(plan))
     typer.echo("3/4  train: asynchronous 1F1B with weight stashing, one process per worker")
-    workers.train(job_file, directory.plan, directory, None, 120.0, quiet=False)
+    workers.train(job_file, directory.plan, workers.Options(run=directory, checkpoint_every=300))
     _, trace, result = directory.load()
     typer.echo(f"     loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f} over {len(result.losses)} minibatches")
     typer.echo("4/4  report: predicted against measured")

@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +25,7 @@ def print_table(table: Table) -> None:
 def profile_table(profile: Profile) -> Table:
     kind, seconds = next(iter(profile.seconds.items()))
     table = Table(
+        box=box.SIMPLE_HEAD,
         title=f"{profile.model} on {kind}: {profile.microbatch_size} samples, captured by {profile.front_end}",
         caption=f"total {show_seconds(_total_s(profile))} per microbatch and update",
     )
@@ -92,23 +94,24 @@ def _stage_answer(plan: Plan, index: int) -> dict[str, Any]:
 def plan_table(plan: Plan) -> Table:
     answer = plan_answer(plan)
     table = Table(
+        box=box.SIMPLE_HEAD,
         title=f"{plan.profile.model} on {plan.cluster.name}, schedule {plan.schedule}",
         caption=_summary(answer),
     )
     for column in ("stage", "layers", "devices"):
-        table.add_column(column)
-    for column in ("in flight", "forward", "backward", "update", "parameters", "memory"):
-        table.add_column(column, justify="right")
+        table.add_column(column, overflow="fold")
+    for column in ("in flight", "compute", "weights", "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
     stages = answer["stages"]
     load = [(s["forward_s"] + s["backward_s"] + s["update_s"]) / len(s["devices"]) for s in stages]
     for index, stage in enumerate(stages):
         slowest = len(stages) > 1 and load[index] == max(load)
         table.add_row(
-            f"{index} (slowest)" if slowest else str(index),
+            f"{index} *" if slowest else str(index),
             f"{stage['first_layer']} .. {stage['last_layer']} ({len(stage['layers'])})",
             ", ".join(map(str, stage["devices"])),
             str(stage["in_flight"]),
-            *(show_seconds(stage[key]) for key in ("forward_s", "backward_s", "update_s")),
+            show_seconds(stage["forward_s"] + stage["backward_s"] + stage["update_s"]),
             *(show_bytes(stage[key]) for key in ("parameter_bytes", "memory_bytes")),
         )
     return table
@@ -118,7 +121,8 @@ def _summary(answer: dict[str, Any]) -> str:
     speedup = answer["speedup_over_data_parallel"]
     beside = f"{speedup:.2f}x data parallelism; " if speedup is not None else ""
     rate = answer["samples_per_s"]
-    return f"predicted {rate:.1f} samples/s; {beside}{answer['gap']:.0%} above the lower bound"
+    star = "; * slowest stage" if len(answer["stages"]) > 1 else ""
+    return f"predicted {rate:.1f} samples/s; {beside}{answer['gap']:.0%} above the lower bound{star}"
 
 
 def trace_answer(trace: Trace) -> dict[str, Any]:
@@ -144,7 +148,8 @@ def _medians(trace: Trace, worker: int) -> dict[str, float]:
 def trace_table(trace: Trace) -> Table:
     answer = trace_answer(trace)
     table = Table(
-        title=f"{trace.origin}: {answer['samples_per_s']:.1f} samples/s over {show_seconds(answer['seconds'])}"
+        box=box.SIMPLE_HEAD,
+        title=f"{trace.origin}: {answer['samples_per_s']:.1f} samples/s over {show_seconds(answer['seconds'])}",
     )
     table.add_column("worker")
     table.add_column("busy", justify="right")
@@ -160,7 +165,7 @@ def trace_table(trace: Trace) -> Table:
 
 def comparison_table(measured: Trace, predicted: Trace) -> Table:
     """Predicted against measured, worker by worker."""
-    table = Table(title="predicted against measured")
+    table = Table(box=box.SIMPLE_HEAD, title="predicted against measured")
     table.add_column("what")
     for column in ("predicted", "measured", "measured / predicted"):
         table.add_column(column, justify="right")
@@ -195,7 +200,9 @@ def verification_answer(found: Any) -> dict[str, Any]:
 
 
 def verification_table(found: Any) -> Table:
-    table = Table(title="gradients are the same" if found.passed else "GRADIENTS DIFFER", show_header=False)
+    table = Table(
+        box=box.SIMPLE_HEAD, title="gradients are the same" if found.passed else "GRADIENTS DIFFER", show_header=False
+    )
     table.add_row("compared", f"{found.gradients} gradients over {found.microbatches} microbatches")
     table.add_row("largest difference", f"{found.largest_difference:.2e} (relative), in {found.worst_parameter}")
     table.add_row("loss", f"{found.loss:.6f}, difference {found.loss_difference:.2e} (relative)")
@@ -204,7 +211,7 @@ def verification_table(found: Any) -> Table:
 
 
 def bench_table(name: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"penstock bench {name}")
+    table = Table(box=box.SIMPLE_HEAD, title=f"penstock bench {name}")
     table.add_column("case", overflow="fold")
     table.add_column("metric", overflow="fold")
     for column in ("value", "baseline", "ratio", "target"):

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,14 +20,15 @@ from penstock import codec
 from penstock.errors import PenstockError, PlanError
 from penstock.plan import Plan
 from penstock.profile import Profile
-from penstock.run import RunDirectory
+from penstock.runtime.assemble import check_job
+from penstock.runtime.checkpoint import read_index
 from penstock.runtime.jobs import load_job
 from penstock.runtime.launch import Interrupted, is_worker, launch_workers
 from penstock.runtime.measure import profile_job
 from penstock.runtime.train import Options, train_worker
 from penstock.runtime.verify import Verification, compare, verify_worker
 
-__all__ = ["is_worker", "profile", "train", "train_here", "verify", "verify_here"]
+__all__ = ["Options", "is_worker", "profile", "train", "train_here", "verify", "verify_here"]
 
 REPEATS = 10
 TOLERANCE = 1e-4
@@ -57,35 +59,33 @@ def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profil
         )
 
 
-def train(
-    job_file: Path, plan_file: Path, run: RunDirectory, resume: Path | None, timeout_s: float, *, quiet: bool
-) -> None:
+def train(job_file: Path, plan_file: Path, options: Options) -> None:
     """Start the workers on this machine and wait; on a signal say where the newest checkpoint is."""
-    plan = codec.load(Plan, plan_file)
-    load_job(job_file)  # a wrong job file is told before any worker starts
-    arguments = ["train", str(job_file), str(plan_file), "--run", str(run.path), "--timeout", str(timeout_s)]
-    if resume is not None:
-        arguments += ["--resume", str(resume)]
-    run.result.unlink(missing_ok=True)
+    plan = _check_input(job_file, plan_file)
+    arguments = ["train", str(job_file), str(plan_file), "--run", str(options.run.path)]
+    arguments += ["--timeout", str(options.timeout_s), "--checkpoint-every", str(options.checkpoint_every)]
+    if options.resume is not None:
+        read_index(options.resume)
+        arguments += ["--resume", str(options.resume)]
+    if options.quiet:
+        arguments.append("--json")
+    options.run.result.unlink(missing_ok=True)
     try:
-        _launch(arguments + (["--json"] if quiet else []), plan)
+        _launch(arguments, plan)
     except Interrupted as interrupted:
-        newest = run.newest_checkpoint()
+        newest = options.run.newest_checkpoint()
         where = f"checkpoint {newest}; go on with --resume {newest}" if newest else "no checkpoint was complete yet"
         sys.stderr.write(f"\npenstock: stopped, all workers ended; {where}\n")
         raise typer.Exit(interrupted.exit_code) from None
 
 
-def train_here(
-    job_file: Path, plan_file: Path, run: Path, resume: Path | None, timeout_s: float, *, quiet: bool
-) -> None:
+def train_here(job_file: Path, plan_file: Path, options: Options) -> None:
     """Be one worker."""
-    options = Options(run=RunDirectory(run), resume=resume, timeout_s=timeout_s, quiet=quiet)
     _as_worker(lambda: train_worker(load_job(job_file), codec.load(Plan, plan_file), options))
 
 
 def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
-    plan = codec.load(Plan, plan_file)
+    plan = _check_input(job_file, plan_file)
     job = load_job(job_file)
     with tempfile.TemporaryDirectory() as directory:
         os.environ["PENSTOCK_VERIFY"] = directory
@@ -100,13 +100,20 @@ def verify_here(job_file: Path, plan_file: Path, timeout_s: float) -> None:
     _as_worker(lambda: verify_worker(load_job(job_file), codec.load(Plan, plan_file), Path(directory), timeout_s))
 
 
+def _check_input(job_file: Path, plan_file: Path) -> Plan:
+    """What is wrong with the files is told before any worker starts."""
+    job, plan = load_job(job_file), codec.load(Plan, plan_file)
+    check_job(job, plan)
+    return plan
+
+
 def _launch(arguments: Sequence[str], plan: Plan) -> None:
     os.environ[LAUNCHED] = "1"
     launch_workers(["-m", "penstock", *arguments], len(plan.devices), plan.profile.threads)
 
 
 def _as_worker(work: Callable[[], None]) -> None:
-    """Run a worker's part. Its error goes to the launcher, which shows the first one; a bug keeps its traceback."""
+    """Run a worker's part. Its error goes to the launcher, which tells the first; others keep their traceback."""
     handler = get_error_handler()
     handler.initialize()
     try:
@@ -118,4 +125,5 @@ def _as_worker(work: Callable[[], None]) -> None:
         raise
     except Exception as error:
         handler.record_exception(error)
-        raise
+        traceback.print_exc()
+        raise typer.Exit(1) from None

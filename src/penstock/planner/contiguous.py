@@ -27,6 +27,8 @@ class ContiguousCuts:
     microbatches: int
     straight: bool = False
     """one replica per stage"""
+    all_forwards_first: bool = False
+    """every stage keeps a whole minibatch in flight"""
 
     def candidates(self) -> Iterator[tuple[Stage, ...]]:
         """For each number of devices, fewest first, the stages with the smallest bottleneck on that many."""
@@ -77,8 +79,10 @@ class ContiguousCuts:
         return tuple(stages)
 
     def _depth(self, devices_from_here: int, replicas: int) -> int:
-        depth = -(-devices_from_here // replicas)
-        return depth if self.asynchronous else min(depth, -(-self.microbatches // replicas))
+        depth, minibatch = -(-devices_from_here // replicas), -(-self.microbatches // replicas)
+        if self.all_forwards_first:
+            return minibatch
+        return depth if self.asynchronous else min(depth, minibatch)
 
     def _stage_s(self, first: int, replicas: int) -> Array:
         """[start, end]: seconds per microbatch of a stage on ``replicas`` devices from ``first``; inf: not allowed."""

@@ -30,13 +30,19 @@ def make_plan(
     """
     count = _microbatches(profile, cluster, schedule, microbatches)
     costs = CostModel(profile=profile, cluster=cluster, microbatch_size=profile.batch_size / count)
+    kind = family(schedule)
     cuts = ContiguousCuts(
-        costs=costs, asynchronous=family(schedule).asynchronous, microbatches=count, straight=straight
+        costs=costs,
+        asynchronous=kind.asynchronous,
+        microbatches=count,
+        straight=straight,
+        all_forwards_first=kind.all_forwards_first,
     )
     whole = profile.graph.order
+    fastest = _fastest_device(costs, in_flight=count if kind.all_forwards_first else 1)
     baselines = {
         "data_parallel_s": (Stage(layers=whole, devices=tuple(range(len(cluster.devices)))),),
-        "one_device_s": (Stage(layers=whole, devices=(_fastest_device(costs),)),),
+        "one_device_s": (Stage(layers=whole, devices=(fastest,)),),
     }
     bound_s = _lower_bound_s(costs) * count
     draft = Plan(
@@ -110,9 +116,16 @@ def _lower_bound_s(costs: CostModel) -> float:
     return 1 / sum(1 / seconds for seconds in alone_s) if min(alone_s) > 0 else 0.0
 
 
-def _fastest_device(costs: CostModel) -> int:
-    ids = costs.profile.graph.order
-    return min(range(len(costs.cluster.devices)), key=lambda d: costs.forward_s(ids, d) + costs.backward_s(ids, d))
+def _fastest_device(costs: CostModel, in_flight: int) -> int:
+    """The device that is fastest with the whole model, among those that can hold it if there are any."""
+    ids, devices = costs.profile.graph.order, costs.cluster.devices
+    need = costs.stage_memory_bytes(Stage(layers=ids, devices=(0,), in_flight=in_flight), versions=1)
+
+    def rank(device: int) -> tuple[bool, float]:
+        too_small = need > (devices[device].memory_bytes or need)
+        return too_small, costs.forward_s(ids, device) + costs.backward_s(ids, device)
+
+    return min(range(len(devices)), key=rank)
 
 
 def _same_cut(first: tuple[Stage, ...], second: tuple[Stage, ...]) -> bool:

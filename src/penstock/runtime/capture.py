@@ -67,7 +67,8 @@ def capture(model: nn.Module, inputs: Any) -> Captured:
         for name, front_end in zip(FRONT_ENDS, (_export, _fx, _module), strict=True):
             for attempt in front_end(model, inputs):
                 try:
-                    captured = attempt()
+                    with _without_torch_logs():
+                        captured = attempt()
                     _check_same(model, captured, inputs)
                 except Exception as error:  # whatever a front end cannot do, the next may
                     reasons.append(f"{name}: {_first_line(error)}")
@@ -75,6 +76,17 @@ def capture(model: nn.Module, inputs: Any) -> Captured:
                     continue
                 return captured
     raise CaptureError(f"{type(model).__name__} cannot be captured; " + "; ".join(reasons))
+
+
+@contextmanager
+def _without_torch_logs() -> Iterator[None]:
+    """A front end that cannot do a model says so at length; the next one may, and the reasons are kept anyway."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(level)
 
 
 @contextmanager

@@ -29,15 +29,20 @@ INDEX = "checkpoint.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    epochs_done: int
+    epoch: int
+    """the epoch under way, or next"""
+    minibatches: int
+    """done of it"""
+    steps: int
+    """minibatches done in all epochs together"""
     files: Mapping[str, str]
     """tensor -> file"""
 
     FORMAT: ClassVar[str] = "penstock.checkpoint/1"
 
 
-def directory_of(checkpoints: Path, epochs_done: int) -> Path:
-    return checkpoints / f"epoch-{epochs_done:06d}"
+def directory_of(checkpoints: Path, steps: int) -> Path:
+    return checkpoints / f"step-{steps:08d}"
 
 
 def write_shard(directory: Path, stage: int, section: Section, weights: Weights, *, skip: frozenset[str]) -> list[str]:
@@ -57,22 +62,32 @@ def write_shard(directory: Path, stage: int, section: Section, weights: Weights,
     partial = _partial(directory)
     partial.mkdir(parents=True, exist_ok=True)
     contiguous = {key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}
-    save_file(contiguous, partial / f"stage-{stage}.safetensors", metadata={"numbers": json.dumps(numbers)})
+    save_file(contiguous, partial / _shard(stage), metadata={"numbers": json.dumps(numbers)})
     return [*tensors, *numbers]
 
 
-def commit(directory: Path, epochs_done: int, names: Mapping[int, list[str]]) -> None:
-    """Make the checkpoint appear, once all shards (stage -> what it wrote) are there."""
-    files = {name: f"stage-{stage}.safetensors" for stage, written in names.items() for name in written}
-    codec.save(Checkpoint(epochs_done=epochs_done, files=files), _partial(directory) / INDEX)
+def shard_files(names: Mapping[int, list[str]]) -> dict[str, str]:
+    """Which file holds which tensor, from what each stage wrote."""
+    return {name: _shard(stage) for stage, written in names.items() for name in written}
+
+
+def commit(directory: Path, checkpoint: Checkpoint) -> None:
+    """Make the checkpoint appear, once all shards are there."""
+    codec.save(checkpoint, _partial(directory) / INDEX)
     if directory.exists():
         shutil.rmtree(directory)
     _partial(directory).replace(directory)
 
 
-def restore(directory: Path, section: Section, weights: Weights) -> int:
-    """Load a stage's tensors, whatever plan wrote them; returns the epochs done."""
-    index = codec.load(Checkpoint, directory / INDEX)
+def read_index(directory: Path) -> Checkpoint:
+    if not directory.is_dir():
+        raise FormatError(f"{directory}: no such checkpoint directory")
+    return codec.load(Checkpoint, directory / INDEX)
+
+
+def restore(directory: Path, section: Section, weights: Weights) -> Checkpoint:
+    """Load a stage's tensors, whatever plan wrote them; returns where training was."""
+    index = read_index(directory)
     reader = _Reader(directory, index)
     with torch.no_grad():
         for name, tensor in (*weights.parameters.items(), *section.buffers.items()):
@@ -87,7 +102,7 @@ def restore(directory: Path, section: Section, weights: Weights) -> int:
             if state:
                 moved = {key: _like(value, parameter) for key, value in state.items()}
                 weights.optimizer.state[parameter] = moved
-    return index.epochs_done
+    return index
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
@@ -126,6 +141,10 @@ class _Reader:
             except SafetensorError as error:
                 raise FormatError(f"{path}: not a complete safetensors file: {error}") from None
         return self._open[name]
+
+
+def _shard(stage: int) -> str:
+    return f"stage-{stage}.safetensors"
 
 
 def _partial(directory: Path) -> Path:

@@ -32,5 +32,7 @@ def load_batch(job: Job, indices: Iterable[int], seed: int) -> tuple[Any, Any]:
 
 
 def load_microbatch(job: Job, epoch: Epoch, microbatch: int) -> tuple[Any, Any]:
-    seed = hash((epoch.seed, epoch.number, microbatch)) % 2**63  # of integers only: the same in every process
+    seed = (
+        hash((epoch.seed, epoch.number, epoch.first_microbatch + microbatch)) % 2**63
+    )  # of integers only: the same in every process
     return load_batch(job, epoch.indices(microbatch), seed)

@@ -12,7 +12,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.errors import WorkerError
+from penstock import errors
+from penstock.errors import PenstockError, WorkerError
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error: it was asked for)
@@ -33,7 +34,8 @@ def launch_workers(arguments: Sequence[str], workers: int, threads: int) -> None
 
     If one fails, the others are ended and its own error is raised. On a signal all are ended.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for noisy in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     config = LaunchConfig(
         min_nodes=1,
@@ -54,12 +56,18 @@ def launch_workers(arguments: Sequence[str], workers: int, threads: int) -> None
         raise Interrupted(2) from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise WorkerError(f"worker {rank} failed: {_reason(failure)}; the others were stopped") from None
+        kind, reason = _reason(failure)
+        raise kind(f"worker {rank} failed: {reason}; the others were stopped") from None
 
 
-def _reason(failure: object) -> str:
+def _reason(failure: object) -> tuple[type[PenstockError], str]:
+    """What the first worker to fail said of it, as the kind of error it was."""
     message = getattr(failure, "message", "")
     if isinstance(message, dict):
         message = message.get("message", "")
-    text = str(message).strip()
-    return text.splitlines()[-1] if text else f"exit code {getattr(failure, 'exitcode', '?')}"
+    text = str(message).strip().splitlines()
+    if not text or "errors.html" in text[-1]:  # torch's placeholder for a worker that left no word
+        return WorkerError, f"it ended with exit code {getattr(failure, 'exitcode', '?')}"
+    kind, colon, reason = text[0].partition(": ")
+    known = getattr(errors, kind, None)
+    return (known, reason) if colon and known else (WorkerError, text[0])

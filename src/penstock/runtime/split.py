@@ -140,7 +140,7 @@ class Splitter:
 
     @cached_property
     def _output_node(self) -> fx.Node:
-        return next(node for node in reversed(list(self.captured.graph.nodes)) if node.op == "output")
+        return self.captured.graph.output_node()
 
     def _tensor_sources(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """Through numbers back to the values and model inputs they are worked out from."""
@@ -192,8 +192,8 @@ class Splitter:
     def _parameters(self, nodes: Iterable[fx.Node]) -> dict[str, nn.Parameter]:
         found: dict[str, nn.Parameter] = {}
         for node in nodes:
-            for source in (node, *node.all_input_nodes):
-                for parameter in self._held_by(source):
+            for holder in (node, *(source for source in node.all_input_nodes if source.op == "get_attr")):
+                for parameter in self._held_by(holder):
                     name = self.captured.canonical_names.get(id(parameter))
                     if name is not None:
                         found[name] = parameter

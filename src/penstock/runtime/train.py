@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from penstock import codec
-from penstock.errors import PlanError, WorkerError
+from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.run import Result, RunDirectory
@@ -28,8 +28,9 @@ from penstock.runtime.measure import device_kind
 from penstock.runtime.progress import ProgressLine, Report
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.transport import TorchTransport
+from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind
-from penstock.trace import Event, Trace, merge
+from penstock.trace import Event, merge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class Options:
     run: RunDirectory
     resume: Path | None = None
     timeout_s: float = 300.0
+    checkpoint_every: int = 500
+    """minibatches; the pipeline drains for a checkpoint"""
     quiet: bool = False
 
 
@@ -59,8 +62,7 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
 @contextmanager
 def worker_process(plan: Plan, timeout_s: float) -> Iterator[torch.device]:
     """Join the process group with a share of the machine that matches what was profiled; leave it at the end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher alone acts on it
-    rank, world, local = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if world != len(plan.devices):
         raise PlanError(
             f"{world} processes were started for a plan of {len(plan.devices)} workers; start one per worker "
@@ -68,17 +70,19 @@ def worker_process(plan: Plan, timeout_s: float) -> Iterator[torch.device]:
         )
     device = choose_device(plan, local)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
-    try:
-        yield device
-    except WorkerError as error:
-        raise type(error)(f"[worker {rank}] {error}") from error
-    finally:
-        dist.destroy_process_group()
+    yield device
+    # Only a worker that has done its part says goodbye: one that fails reports first, and its exit tells the others.
+    dist.destroy_process_group()
 
 
 def choose_device(plan: Plan, local_rank: int) -> torch.device:
     """The GPU of this local rank where there is one; else a set of cores of its own, if there are enough."""
     if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise PlanError(
+                f"worker {local_rank} of this host has no GPU of its own: there are {torch.cuda.device_count()}; "
+                "plan for as many, or start fewer workers here"
+            )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     threads = plan.profile.threads
@@ -98,35 +102,44 @@ class _Training:
         self.store = dist.distributed_c10d._get_default_store()
         self.losses: dict[int, tuple[float, int]] = {}
         """microbatch of the run -> loss and samples"""
+        self.sizes: tuple[int, ...] = ()
+        """samples of each microbatch so far"""
+        self.minibatches: tuple[int, ...] = ()
+        """microbatches of each minibatch so far"""
         self.samples_done = 0
         self.seconds = 0.0
         self._published_s = 0.0
         self._segment_start_s = 0.0
+        self._origin_s = 0.0
+        self._rounds = 0
         self._line = ProgressLine(self._total_samples()) if self.rank == 0 and not options.quiet else None
 
     def run(self) -> None:
-        first_epoch = self._restore()
-        origin_s = self._meet("start")
-        self.worker.clock = lambda: time.perf_counter() - origin_s
-        first_microbatch = first_round = 0
-        sizes: list[int] = []
-        for number in range(first_epoch, self.job.epochs):
+        done = self._restore()
+        self._origin_s = self._meet()
+        self.worker.clock = lambda: time.perf_counter() - self._origin_s
+        for number in range(done.epoch, self.job.epochs):
             epoch = make_epoch(self.job, self.plan, number)
-            segment = self.assembly.segment(epoch, first_microbatch, first_round)
-            self._segment_start_s = self.worker.clock()
-            self.worker.on_action = lambda action, epoch=epoch, base=first_microbatch: self._after(
-                action, epoch.samples, base
-            )  # type: ignore[misc]
-            self.worker.run(segment)
-            self._meet(f"epoch-{number}")
-            self.seconds += self.worker.clock() - self._segment_start_s
-            sizes.extend(epoch.samples)
-            first_microbatch += len(epoch.samples)
-            first_round += max(len(rounds) for rounds in segment.schedule.rounds)
-            self._checkpoint(number + 1)
+            if number == done.epoch:
+                epoch = replace(epoch, first_minibatch=done.minibatches)
+            for part in epoch.parts(self.options.checkpoint_every):
+                self._run_part(part)
+                done = self._checkpoint(part, done.steps)
         if self._line:
             self._line.close()
-        self._hand_in(tuple(sizes))
+        self._hand_in()
+
+    def _run_part(self, part: Epoch) -> None:
+        """Fill the pipeline, run, and drain it."""
+        segment = self.assembly.segment(part, len(self.sizes), self._rounds)
+        self._segment_start_s = self.worker.clock()
+        self.worker.on_action = partial(self._after, samples=part.samples, base=len(self.sizes))
+        self.worker.run(segment)
+        self._meet()
+        self.seconds += self.worker.clock() - self._segment_start_s
+        self.sizes += part.samples
+        self.minibatches += part.minibatches
+        self._rounds += max(len(rounds) for rounds in segment.schedule.rounds)
 
     def _after(self, action: Action, samples: tuple[int, ...], base: int) -> None:
         if action.kind is Kind.FORWARD and action.index in self.worker.stage.losses:
@@ -157,36 +170,36 @@ class _Training:
     def _total_samples(self) -> int:
         return len(self.job.data) * self.job.epochs
 
-    def _meet(self, name: str) -> float:
+    def _meet(self) -> float:
         """Wait for all workers; returns the moment, which all take as the same."""
         dist.barrier()
         return time.perf_counter()
 
-    def _restore(self) -> int:
+    def _restore(self) -> checkpoint.Checkpoint:
         if self.options.resume is None:
-            return 0
+            return checkpoint.Checkpoint(epoch=0, minibatches=0, steps=0, files={})
         stage = self.worker.stage
         return checkpoint.restore(self.options.resume, stage.section, stage.weights)
 
-    def _checkpoint(self, epochs_done: int) -> None:
+    def _checkpoint(self, part: Epoch, steps_before: int) -> checkpoint.Checkpoint:
         """The first replica of every stage writes; a tied parameter is written by the first stage that has it."""
-        directory = checkpoint.directory_of(self.run_directory.checkpoints, epochs_done)
-        pipeline, stage = self.plan.pipeline, self.worker.stage_index
+        steps = steps_before + len(part.minibatches)
+        directory = checkpoint.directory_of(self.run_directory.checkpoints, steps)
+        pipeline, index, stage = self.plan.pipeline, self.worker.stage_index, self.worker.stage
         written: list[str] = []
-        if self.rank == pipeline.workers[stage][0]:
-            earlier = {
-                name
-                for layers in (self.plan.stages[s].layers for s in range(stage))
-                for name in (p.name for p in self.plan.profile.graph.parameters_of(layers))
-            }
-            module = self.worker.stage
-            written = checkpoint.write_shard(directory, stage, module.section, module.weights, skip=frozenset(earlier))
-        parts = self._gather(f"checkpoint-{epochs_done}", written)
+        if self.rank == pipeline.workers[index][0]:
+            earlier = [layer for before in self.plan.stages[:index] for layer in before.layers]
+            skip = frozenset(parameter.name for parameter in self.plan.profile.graph.parameters_of(earlier))
+            written = checkpoint.write_shard(directory, index, stage.section, stage.weights, skip=skip)
+        parts = self._gather(f"checkpoint-{steps}", written)
+        files = checkpoint.shard_files({s: parts[w[0]] for s, w in enumerate(pipeline.workers)} if parts else {})
+        done = checkpoint.Checkpoint(
+            epoch=part.number, minibatches=part.first_minibatch + len(part.minibatches), steps=steps, files=files
+        )
         if self.rank == 0:
-            checkpoint.commit(
-                directory, epochs_done, {replicas[0]: parts[replicas[0]] for replicas in pipeline.workers}
-            )
-        self._meet("checkpoint")
+            checkpoint.commit(directory, done)
+        self._meet()
+        return done
 
     def _gather(self, name: str, part: Any) -> list[Any]:
         """Everybody's part at worker 0 (elsewhere nothing), through the store, as JSON."""
@@ -195,34 +208,28 @@ class _Training:
             return []
         return [json.loads(self.store.get(f"penstock/{name}/{rank}")) for rank in range(len(self.plan.devices))]
 
-    def _hand_in(self, sizes: tuple[int, ...]) -> None:
+    def _hand_in(self) -> None:
+        """Worker 0 writes what all have recorded."""
         events = self._gather("events", [codec.encode(event) for event in self.worker.events])
         losses = self._gather("losses", [[m, *pair] for m, pair in self.losses.items()])
         kinds = self._gather("kinds", device_kind(self.worker.device))
-        if self.rank != 0:
-            self._meet("handed in")
-            return
-        parts = [[codec.decode(Event, item) for item in part] for part in events]
-        trace: Trace = merge("measured", self.plan.worker_names, sizes, parts)
-        newest = self.run_directory.newest_checkpoint()
-        result = Result(
-            samples=sum(sizes),
-            seconds=self.seconds,
-            losses=_per_minibatch(itertools.chain.from_iterable(losses), self._microbatches_of_minibatches(sizes)),
-            checkpoint=str(newest.relative_to(self.run_directory.path)) if newest else None,
-            device_kinds={str(rank): kind for rank, kind in enumerate(kinds)},
-        )
-        codec.save(self.plan, self.run_directory.plan)
-        codec.save(trace, self.run_directory.trace)
-        codec.save(result, self.run_directory.result)
-        self._meet("handed in")
-
-    def _microbatches_of_minibatches(self, sizes: tuple[int, ...]) -> list[int]:
-        epochs = -(-sum(sizes) // len(self.job.data))
-        return [count for number in range(epochs) for count in make_epoch(self.job, self.plan, number).minibatches]
+        if self.rank == 0:
+            parts = [[codec.decode(Event, item) for item in part] for part in events]
+            newest = self.run_directory.newest_checkpoint()
+            result = Result(
+                samples=sum(self.sizes),
+                seconds=self.seconds,
+                losses=_per_minibatch(itertools.chain.from_iterable(losses), self.minibatches),
+                checkpoint=str(newest.relative_to(self.run_directory.path)) if newest else None,
+                device_kinds={str(rank): kind for rank, kind in enumerate(kinds)},
+            )
+            codec.save(self.plan, self.run_directory.plan)
+            codec.save(merge("measured", self.plan.worker_names, self.sizes, parts), self.run_directory.trace)
+            codec.save(result, self.run_directory.result)
+        self._meet()
 
 
-def _per_minibatch(losses: Any, minibatches: list[int]) -> tuple[float, ...]:
+def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float, ...]:
     """The mean loss of each minibatch over its samples."""
     by_microbatch = {int(m): (loss, samples) for m, loss, samples in losses}
     means, first = [], 0

@@ -26,8 +26,8 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
-        mixed = self.narrow(F.gelu(self.widen(self.norm_2(x))))
-        return x + mixed
+        wide = F.gelu(self.widen(self.norm_2(x)))
+        return torch.add(x, self.narrow(wide))
 
 
 class CharacterModel(nn.Module):

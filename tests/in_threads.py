@@ -1,0 +1,111 @@
+"""Runs a plan's workers as threads of the test process, over the local transport: the real worker, quickly."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from models import make_job
+from penstock.cluster import local_cluster
+from penstock.job import Job
+from penstock.plan import Plan, Prediction, Stage
+from penstock.profile import Profile
+from penstock.runtime.assemble import Assembly, assemble, make_epoch
+from penstock.runtime.measure import profile_job
+from penstock.runtime.transport import LocalExchange, LocalTransport
+
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def profile_of(name: str) -> Profile:
+    return profile(make_job(name))
+
+
+def profile(job: Job) -> Profile:
+    torch.set_num_threads(1)
+    return profile_job(
+        job,
+        clock=time.perf_counter,
+        device=CPU,
+        microbatch_size=job.batch_size,
+        threads=1,
+        repeats=1,
+        progress=lambda done, total: None,
+    )
+
+
+def even_plan(profile: Profile, replicas: Sequence[int], schedule: str, microbatches: int = 1) -> Plan:
+    """Layers shared out evenly over stages with these numbers of replicas."""
+    order, count = profile.graph.order, len(replicas)
+    cuts = [round(i * len(order) / count) for i in range(count + 1)]
+    stages, device = [], 0
+    for index, copies in enumerate(replicas):
+        stages.append(
+            Stage(
+                layers=order[cuts[index] : cuts[index + 1]],
+                devices=tuple(range(device, device + copies)),
+                in_flight=-(-sum(replicas[index:]) // copies),
+            )
+        )
+        device += copies
+    return Plan(
+        profile=profile,
+        cluster=local_cluster(device),
+        stages=tuple(stages),
+        schedule=schedule,
+        microbatches=microbatches,
+        prediction=Prediction(seconds_per_minibatch=1.0, lower_bound_s=1.0, data_parallel_s=None, one_device_s=None),
+    )
+
+
+def with_batch_size(profile: Profile, batch_size: int) -> Profile:
+    return replace(profile, batch_size=batch_size)
+
+
+def run_in_threads(
+    plan: Plan,
+    make: Callable[[], Job],
+    *,
+    work: Callable[[Assembly], None] | None = None,
+    timeout_s: float = 30.0,
+) -> list[Assembly]:
+    """Every worker assembled from a job of its own and run for all epochs; raises the first error of any."""
+    exchange, errors = LocalExchange(), []
+    assemblies = [
+        assemble(
+            make(),
+            plan,
+            transport=LocalTransport(rank, exchange),
+            clock=time.perf_counter,
+            device=CPU,
+            timeout_s=timeout_s,
+        )
+        for rank in range(len(plan.devices))
+    ]
+
+    def run(assembly: Assembly) -> None:
+        try:
+            (work or train)(assembly)
+        except BaseException as error:
+            errors.append(error)
+            exchange.fail(f"worker {assembly.worker.rank}: {error}")
+
+    threads = [threading.Thread(target=run, args=(assembly,)) for assembly in assemblies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return assemblies
+
+
+def train(assembly: Assembly) -> None:
+    for number in range(assembly.job.epochs):
+        assembly.worker.run(assembly.segment(make_epoch(assembly.job, assembly.plan, number)))

@@ -1,0 +1,193 @@
+"""Capture and split: any model becomes one graph, and any cut of it computes what the model computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from models import MODELS, make_job
+from penstock import Job
+from penstock.errors import CaptureError, PlanError
+from penstock.runtime.capture import call_arguments, capture
+from penstock.runtime.data import load_batch
+from penstock.runtime.split import Splitter, check_same_model
+
+
+def batch(job: Job, size: int = 4) -> tuple[Any, Any]:
+    return load_batch(job, range(size), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "front_end"),
+    [("conv", "export"), ("tied", "export"), ("branches", "export"), ("recurrent", "export"), ("undecided", "fx")],
+)
+def test_each_model_takes_the_first_front_end_that_can(name: str, front_end: str) -> None:
+    job = make_job(name)
+    assert capture(job.model, batch(job)[0]).front_end == front_end
+
+
+def test_a_model_that_cannot_be_exported_is_traced_with_its_undecidable_part_left_whole() -> None:
+    job = make_job("undecided")
+    captured = capture(job.model, batch(job)[0])
+    assert captured.front_end == "fx"
+    assert [layer.name for layer in captured.layers] == ["0", "1", "2", "3", "loss"]
+
+
+class Loud(nn.Module):
+    """Takes what it is given, in no declared form, and decides by the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        (x,) = args
+        return self.linear(x) if bool(x.sum() > -1e9) else x
+
+
+def test_what_nothing_can_trace_is_one_layer() -> None:
+    captured = capture(Loud(), torch.randn(4, 6))
+    assert captured.front_end == "module"
+    assert len(captured.layers) == 2
+
+
+def test_a_sequential_that_nothing_can_trace_keeps_its_children() -> None:
+    captured = capture(nn.Sequential(Loud(), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 6))
+    assert [layer.name for layer in captured.layers] == ["0", "1", "2", "loss"]
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("this model does not work")
+
+
+def test_a_model_that_fails_by_itself_is_a_clear_error() -> None:
+    with pytest.raises(CaptureError, match="this model does not work"):
+        capture(Broken(), torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_keep_the_models_parameter_names(name: str) -> None:
+    job = make_job(name)
+    splitter = Splitter(capture(job.model, batch(job)[0]))
+    found = {p for layer in range(len(splitter.captured.layers)) for p in splitter.parameters_of(layer)}
+    assert found == {parameter for parameter, _ in job.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [4, 3])
+def test_every_layer_a_section_of_its_own_computes_the_model(name: str, size: int) -> None:
+    job = make_job(name)
+    inputs, target = batch(job)
+    splitter = Splitter(capture(job.model, inputs))
+    inputs, target = batch(job, size)
+    args, kwargs = call_arguments(inputs)
+    expected = job.loss(copy.deepcopy(job.model)(*args, **kwargs), target)
+
+    values: dict[str, Any] = {}
+    given = splitter.captured.bind(inputs)
+    output = None
+    for layer in range(len(splitter.captured.layers)):
+        section = splitter.section([layer])
+        arguments = [given[i] for i in section.reads] + [values[n] for n in section.receives]
+        sent, output = section.run(section.parameters, arguments)
+        values.update(zip(section.sends, sent, strict=True))
+    torch.testing.assert_close(job.loss(splitter.captured.rebuild_output(output), target), expected)
+
+
+def test_capture_leaves_the_model_untouched() -> None:
+    job = make_job("conv")
+    job.model[3].eval()
+    before = copy.deepcopy(job.model.state_dict())
+    modes = [module.training for module in job.model.modules()]
+    random_state = torch.get_rng_state()
+    capture(job.model, batch(job)[0])
+    for name, tensor in job.model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+    assert [module.training for module in job.model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(parameter.grad is None for parameter in job.model.parameters())
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.drop(x))
+
+
+def test_dropout_drops_and_batch_norm_counts_though_the_model_was_in_eval_mode() -> None:
+    model = Dropping().eval()
+    x = torch.ones(16, 8)
+    splitter = Splitter(capture(model, x))
+    section = splitter.section(range(len(splitter.captured.layers) - 1))
+    (sent,), _ = section.run(section.parameters, [x])
+    assert (sent < sent.max()).any()
+    assert int(section.buffers["norm.num_batches_tracked"]) == 1
+
+
+class Overwriting(nn.Module):
+    """A view of an earlier value is overwritten, and the value read afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        torch.relu_(h)
+        return self.out(h) + h
+
+
+def test_a_cut_before_an_overwriting_operation_changes_nothing() -> None:
+    model, x = Overwriting(), torch.randn(4, 4)
+    splitter = Splitter(capture(model, x))
+    names = [layer.name for layer in splitter.captured.layers]
+    before = splitter.section([names.index("linear")])
+    after = splitter.section([i for i in range(len(names)) if names[i] != "linear"])
+    sent, _ = before.run(before.parameters, [x])
+    received = [value.detach().requires_grad_() for value in sent]
+    _, output = after.run(after.parameters, received)
+    result = splitter.captured.rebuild_output(output)
+    torch.testing.assert_close(result, model(x))
+    result.sum().backward()
+    assert received[0].grad is not None
+
+
+def test_a_middle_stage_takes_the_batch_size_from_what_it_receives() -> None:
+    from penstock.workloads.models import CharacterModel
+
+    splitter = Splitter(
+        capture(CharacterModel(10, width=8, heads=2, blocks=3, length=5), torch.zeros(4, 5, dtype=torch.long))
+    )
+    names = [layer.name for layer in splitter.captured.layers]
+    middle = [i for i, name in enumerate(names) if name.startswith("blocks.1")]
+    assert splitter.section(middle).reads == ()
+
+
+def test_a_plan_for_another_model_names_the_first_layer_that_differs() -> None:
+    job = make_job("conv")
+    splitter = Splitter(capture(job.model, batch(job)[0]))
+    with pytest.raises(PlanError, match="another model: layer 1 is 'other' there and '1' in this job"):
+        check_same_model(splitter, ["0", "other"], "the plan")
+
+
+def test_outputs_may_be_nested() -> None:
+    job = make_job("branches")
+    inputs, _ = batch(job)
+    captured = capture(job.model, inputs)
+    leaves, spec = pytree.tree_flatten(job.model(**inputs))
+    splitter = Splitter(captured)
+    section = splitter.section(range(len(captured.layers)))
+    _, output = section.run(section.parameters, captured.bind(inputs))
+    assert pytree.tree_structure(captured.rebuild_output(output)) == spec
+    assert len(leaves) == 2

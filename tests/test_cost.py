@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import chain_graph, chain_profile, flat_cluster, law, layer_seconds, plan_of, profile_of, profiles
+from penstock.cluster import Cluster, Device, Level
+from penstock.cost import CostModel, PlanCosts
+from penstock.errors import ProfileError
+from penstock.graph import Layer, LayerGraph, Value
+from penstock.plan import Stage
+from penstock.profile import Profile
+from penstock.schedule import Action
+
+
+def model(profile: Profile | None = None, cluster: Cluster | None = None, microbatch_size: float = 1) -> CostModel:
+    return CostModel(
+        profile=profile or chain_profile([1.0]), cluster=cluster or flat_cluster(4), microbatch_size=microbatch_size
+    )
+
+
+@law
+@given(st.integers(2, 16), st.integers(1, 10**9), st.floats(1e3, 1e11), st.floats(0, 1e-2))
+def test_a_ring_all_reduce_moves_two_times_all_but_one_share_in_as_many_steps(
+    workers: int, num_bytes: int, bytes_per_s: float, latency_s: float
+) -> None:
+    costs = model(cluster=flat_cluster(workers, bytes_per_s=bytes_per_s, latency_s=latency_s))
+    moved_s = 2 * (workers - 1) / workers * num_bytes / bytes_per_s
+    assert costs.allreduce_s(num_bytes, range(workers)) == pytest.approx(moved_s + 2 * (workers - 1) * latency_s)
+
+
+def test_an_all_reduce_of_one_device_or_of_nothing_is_free() -> None:
+    costs = model(cluster=flat_cluster(4, latency_s=1.0))
+    assert costs.allreduce_s(10**9, [2]) == 0.0
+    assert costs.allreduce_s(0, [0, 1, 2]) == 0.0
+
+
+def test_an_all_reduce_across_hosts_goes_at_the_rate_between_hosts() -> None:
+    levels = (Level(size=2, bytes_per_s=100.0), Level(size=2, bytes_per_s=10.0))
+    costs = model(cluster=Cluster(name="c", devices=(Device(),) * 4, levels=levels))
+    assert costs.allreduce_s(100, [0, 1]) == pytest.approx(1.0)
+    assert costs.allreduce_s(100, [1, 2]) == pytest.approx(10.0)
+
+
+def test_a_transfer_costs_latency_and_bytes_over_bandwidth_and_nothing_for_nothing() -> None:
+    costs = model(cluster=flat_cluster(2, bytes_per_s=100.0, latency_s=0.5))
+    assert costs.transfer_s(200, 0, 1) == pytest.approx(2.5)
+    assert costs.transfer_s(0, 0, 1) == 0.0
+
+
+@law
+@given(profiles(), st.floats(0.25, 16.0), st.floats(0.25, 4.0))
+def test_seconds_and_bytes_of_a_microbatch_scale_with_its_samples_but_updates_do_not(
+    profile: Profile, times: float, speed: float
+) -> None:
+    cluster = Cluster(name="c", devices=(Device(speed=speed),), levels=(Level(size=1, bytes_per_s=1.0),))
+    layers = profile.graph.order
+    small = model(profile, cluster, profile.microbatch_size)
+    large = model(profile, cluster, profile.microbatch_size * times)
+    rows = profile.seconds["cpu"]
+    assert small.forward_s(layers, 0) == pytest.approx(sum(row.forward_s for row in rows) / speed)
+    assert large.forward_s(layers, 0) == pytest.approx(times * small.forward_s(layers, 0))
+    assert large.backward_s(layers, 0) == pytest.approx(times * small.backward_s(layers, 0))
+    assert large.update_s(layers, 0) == pytest.approx(small.update_s(layers, 0))
+    first, rest = layers[:1], layers[1:]
+    assert large.forward_bytes(first, rest) == pytest.approx(times * small.forward_bytes(first, rest))
+    assert large.parameter_bytes(layers) == small.parameter_bytes(layers)
+
+
+def test_costs_belong_to_layers_by_id_and_not_by_their_place_in_the_order() -> None:
+    layers = (Layer(id=7, name="b", kind="Any"), Layer(id=3, name="a", kind="Any"))
+    graph = LayerGraph(layers=layers, values=(Value(name="v", producer=3, consumers=(7,), num_bytes=1),))
+    costs = model(profile_of(graph, [layer_seconds(5.0), layer_seconds(1.0)]))
+    assert graph.order == (3, 7)
+    assert (costs.forward_s([7], 0), costs.forward_s([3], 0)) == (5.0, 1.0)
+
+
+def test_a_device_takes_the_seconds_of_its_own_kind() -> None:
+    profile = replace(chain_profile([1.0]), seconds={"cpu": (layer_seconds(1.0),), "gpu": (layer_seconds(0.25),)})
+    devices = (Device(kind="gpu"), Device(kind="cpu", speed=0.5), Device())
+    costs = model(profile, Cluster(name="c", devices=devices, levels=(Level(size=3, bytes_per_s=1.0),)))
+    assert [costs.forward_s([0], device) for device in range(3)] == [0.25, 2.0, 1.0]
+
+
+def test_a_kind_that_was_not_profiled_is_refused_with_those_that_were() -> None:
+    cluster = Cluster(name="c", devices=(Device(kind="TPU"),), levels=(Level(size=1, bytes_per_s=1.0),))
+    with pytest.raises(ProfileError, match="no costs for device kind 'TPU', only for cpu; profile it there, or name"):
+        model(cluster=cluster).forward_s([0], 0)
+
+
+def test_a_value_crosses_forward_once_and_back_only_if_it_has_a_gradient() -> None:
+    graph = LayerGraph(
+        layers=tuple(Layer(id=i, name=f"l{i}", kind="Any") for i in range(3)),
+        values=(
+            Value(name="activation", producer=0, consumers=(1, 2), num_bytes=100),
+            Value(name="mask", producer=0, consumers=(2,), num_bytes=10, differentiable=False),
+        ),
+    )
+    costs = model(profile_of(graph, [layer_seconds(1.0)] * 3), microbatch_size=2)
+    assert costs.forward_bytes({0}, {1, 2}) == 220
+    assert costs.backward_bytes({0}, {1, 2}) == 200
+
+
+def test_memory_is_versions_and_gradient_of_weights_and_optimizer_state_and_activations_in_flight() -> None:
+    graph = chain_graph(2, parameter_bytes=100, saved_bytes=7, tied=(0, 1))
+    parameters = tuple(replace(parameter, state_bytes=1000) for parameter in graph.parameters)
+    costs = model(profile_of(replace(graph, parameters=parameters), [layer_seconds(1.0)] * 2), microbatch_size=3)
+    stage = Stage(layers=(0, 1), devices=(0,), in_flight=4)
+    assert costs.stage_memory_bytes(stage, versions=1) == 100 * 2 + 1000 + 4 * 3 * 14
+    assert costs.stage_memory_bytes(stage, versions=4) == 100 * 5 + 1000 + 4 * 3 * 14
+
+
+def test_a_plan_knows_the_seconds_of_each_action_message_and_meeting() -> None:
+    profile = chain_profile([1.0, 2.0], batch_size=4, microbatch_size=2, value_bytes=30, parameter_bytes=60)
+    plan = plan_of(profile, flat_cluster(3, bytes_per_s=10.0), [[0], [1]], [1, 2], microbatches=4)
+    costs = PlanCosts(plan)
+    assert costs.compute_s(Action.parse("0F0"), 0) == pytest.approx(0.5)
+    assert costs.compute_s(Action.parse("1B0"), 2) == pytest.approx(2.0)
+    assert costs.compute_s(Action.parse("1STEP0"), 1) == 0.0
+    assert costs.message_s(Action.parse("0F0"), 0, 1, 1) == pytest.approx(1.5)
+    assert costs.message_s(Action.parse("1B0"), 1, 0, 0) == pytest.approx(1.5)
+    assert costs.sync_s(0) == 0.0
+    assert costs.sync_s(1) == pytest.approx(6.0)

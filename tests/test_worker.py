@@ -1,0 +1,246 @@
+"""The worker on real models, as threads: same mathematics, every sample once, no matter the plan."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from in_threads import even_plan, profile_of, run_in_threads, with_batch_size
+from models import make_job
+from penstock import Job
+from penstock.errors import WorkerError
+from penstock.plan import Plan, Stage
+from penstock.runtime.assemble import Assembly, make_epoch
+from penstock.runtime.capture import call_arguments
+from penstock.runtime.data import load_microbatch
+from penstock.sampling import Epoch
+from penstock.schedule import Action, Kind
+
+REPLICATIONS = [(1,), (2,), (1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (2, 3), (1, 1, 1)]
+
+
+def single_process(job: Job, plan: Plan) -> dict[str, Tensor]:
+    """The weights after all epochs in one process, with the same minibatches and microbatches."""
+    optimizer = job.optimizer(list(job.model.named_parameters()))
+    job.model.train()
+    for number in range(job.epochs):
+        epoch = make_epoch(job, plan, number)
+        first = 0
+        for count in epoch.minibatches:
+            members = range(first, first + count)
+            total = sum(epoch.samples[m] for m in members)
+            for m in members:
+                (loss_of(job, epoch, m) * (epoch.samples[m] / total)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            first += count
+    return dict(job.model.named_parameters())
+
+
+def loss_of(job: Job, epoch: Epoch, microbatch: int) -> Tensor:
+    inputs, target = load_microbatch(job, epoch, microbatch)
+    args, kwargs = call_arguments(inputs)
+    return job.loss(job.model(*args, **kwargs), target)
+
+
+def check_same_weights(assemblies: list[Assembly], expected: dict[str, Tensor]) -> None:
+    seen = set()
+    for assembly in assemblies:
+        for name, parameter in assembly.worker.stage.weights.parameters.items():
+            torch.testing.assert_close(parameter.data, expected[name].data, rtol=1e-4, atol=1e-5)
+            seen.add(name)
+        assert assembly.worker.stage.in_flight == 0
+    assert seen == set(expected)
+
+
+@pytest.mark.parametrize("replicas", REPLICATIONS, ids=lambda r: "-".join(map(str, r)))
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["tied", "branches"])
+def test_synchronous_training_is_that_of_one_process(name: str, schedule: str, replicas: tuple[int, ...]) -> None:
+    """Invariant 1, with uneven replication, tied weights, values that skip stages, and a last batch nothing divides."""
+    make = functools.partial(make_job, name, samples=11, batch_size=4, epochs=2)
+    plan = even_plan(profile_of(name), replicas, schedule, microbatches=3)
+    check_same_weights(run_in_threads(plan, make), single_process(make(), plan))
+
+
+@pytest.mark.parametrize("name", ["conv", "undecided", "recurrent"])
+def test_other_models_too(name: str) -> None:
+    plan = even_plan(profile_of(name), (2, 1), "1f1b", microbatches=2)
+    check_same_weights(run_in_threads(plan, lambda: make_job(name)), single_process(make_job(name), plan))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    replicas=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    samples=st.integers(1, 13),
+    batch_size=st.integers(1, 6),
+    microbatches=st.integers(1, 6),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+def test_same_weights_for_any_replication_accumulation_and_remainder(
+    replicas: list[int], samples: int, batch_size: int, microbatches: int, schedule: str
+) -> None:
+    profile = with_batch_size(profile_of("tied"), batch_size)
+    plan = even_plan(profile, replicas, schedule, min(microbatches, batch_size))
+    make = functools.partial(make_job, "tied", samples=samples, batch_size=batch_size)
+    check_same_weights(run_in_threads(plan, make), single_process(make(), plan))
+
+
+class Recording:
+    """Data that remembers which samples were asked for."""
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.asked = data, Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked[index] += 1
+        return self.data[index]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (3, 1), (1, 3), (2, 3)], ids=lambda r: "-".join(map(str, r)))
+def test_every_sample_exactly_once_per_epoch(replicas: tuple[int, ...], schedule: str) -> None:
+    """Invariants 3 and 4: at the stage that reads inputs and at the stage that reads targets."""
+
+    def make() -> Job:
+        job = make_job("conv", samples=23, batch_size=4, epochs=2)
+        return replace(job, data=Recording(job.data))
+
+    plan = even_plan(profile_of("conv"), replicas, schedule, 3 if schedule == "1f1b" else 1)
+
+    def forget_capture_then_train(assembly: Assembly) -> None:
+        assembly.job.data.asked.clear()  # type: ignore[attr-defined]
+        for number in range(2):
+            assembly.worker.run(assembly.segment(make_epoch(assembly.job, plan, number)))
+
+    assemblies = run_in_threads(plan, make, work=forget_capture_then_train)
+    for stage in (0, len(replicas) - 1):
+        asked: Counter[int] = Counter()
+        for assembly in assemblies:
+            if assembly.worker.stage_index == stage:
+                asked.update(assembly.job.data.asked)  # type: ignore[attr-defined]
+        assert asked == dict.fromkeys(range(23), 2)
+
+
+def versions_at_forward(plan: Plan, epoch: Epoch) -> list[dict[int, int]]:
+    """For each stage, microbatch -> how many updates its replica had made when its forward ran."""
+    schedule = plan.schedule_for(epoch.minibatches)
+    found: list[dict[int, int]] = [{} for _ in plan.stages]
+    for program in schedule.programs:
+        steps = 0
+        for action in program:
+            if action.kind is Kind.STEP:
+                steps += 1
+            elif action.kind is Kind.FORWARD:
+                found[action.stage][action.index] = steps
+    return found
+
+
+def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
+    """One process that keeps every version of every stage's weights, and runs each microbatch on the right mix."""
+    epoch = make_epoch(job, plan, 0)
+    schedule, versions = plan.schedule_for(epoch.minibatches), versions_at_forward(plan, epoch)
+    graph = plan.profile.graph
+    owned = [[p.name for p in graph.parameters_of(stage.layers)] for stage in plan.stages]
+    parameters = dict(job.model.named_parameters())
+    optimizers = [job.optimizer([(n, parameters[n]) for n in names]) if names else None for names in owned]
+    history = [[{n: parameters[n].detach().clone() for n in names}] for names in owned]
+    job.model.train()
+    gradients: dict[int, dict[str, Tensor]] = {}
+    done = [0] * len(plan.stages)
+    for microbatch in range(len(epoch.samples)):
+        mix = {n: t for s, names in enumerate(history) for n, t in names[versions[s][microbatch]].items()}
+        leaves = {n: t.clone().requires_grad_() for n, t in mix.items()}
+        inputs, target = load_microbatch(job, epoch, microbatch)
+        args, kwargs = call_arguments(inputs)
+        loss = job.loss(torch.func.functional_call(job.model, leaves, args, kwargs), target)
+        found = torch.autograd.grad(loss, list(leaves.values()))
+        gradients[microbatch] = dict(zip(leaves, found, strict=True))
+        for stage, names in enumerate(owned):
+            last_round = len(schedule.rounds[stage]) - 1
+            while done[stage] <= last_round and max(schedule.round_members(stage, done[stage])) <= microbatch:
+                members = schedule.round_members(stage, done[stage])
+                total = sum(epoch.samples[m] for m in members)
+                for name in names:
+                    parameters[name].grad = sum(gradients[m][name] * (epoch.samples[m] / total) for m in members)
+                if optimizers[stage] is not None:
+                    optimizers[stage].step()
+                history[stage].append({n: parameters[n].detach().clone() for n in names})
+                done[stage] += 1
+    return parameters
+
+
+@pytest.mark.parametrize("replicas", [(1,), (1, 1), (1, 1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (2, 3)], ids=str)
+def test_asynchronous_training_uses_exactly_the_versions_of_the_schedule(replicas: tuple[int, ...]) -> None:
+    make = functools.partial(make_job, "conv", samples=101, batch_size=4)
+    plan = even_plan(profile_of("conv"), replicas, "pipedream")
+    check_same_weights(run_in_threads(plan, make), asynchronous_reference(make(), plan))
+
+
+def test_a_failing_worker_ends_the_others_within_the_deadline() -> None:
+    """Invariant 8."""
+    plan = even_plan(profile_of("conv"), (1, 1), "1f1b", microbatches=2)
+
+    def fail_in_the_middle(action: Action) -> None:
+        if action == Action(1, Kind.BACKWARD, 1):
+            raise ValueError("injected")
+
+    def work(assembly: Assembly) -> None:
+        if assembly.worker.rank == 1:
+            assembly.worker.on_action = fail_in_the_middle
+        assembly.worker.run(assembly.segment(make_epoch(assembly.job, plan, 0)))
+
+    with pytest.raises(ValueError, match="injected"):
+        run_in_threads(plan, lambda: make_job("conv"), work=work, timeout_s=10.0)
+
+
+def test_a_wait_has_a_deadline_and_names_whom_it_waited_for() -> None:
+    """Invariant 8: worker 1 never starts."""
+    plan = even_plan(profile_of("conv"), (1, 1), "1f1b", microbatches=2)
+
+    def work(assembly: Assembly) -> None:
+        if assembly.worker.rank == 0:
+            assembly.worker.run(assembly.segment(make_epoch(assembly.job, plan, 0)))
+
+    with pytest.raises(WorkerError, match=r"worker 0 \(stage 0\) waited for 1B0 from worker 1 .*0\.3 s"):
+        run_in_threads(plan, lambda: make_job("conv"), work=work, timeout_s=0.3)
+
+
+class Shrinking:
+    """Sequences that are shorter after the first ``whole`` that were asked for."""
+
+    def __init__(self, whole: int) -> None:
+        self.whole, self.asked = whole, 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.asked += 1
+        return torch.zeros(3 if self.asked <= self.whole else 2, 6), torch.tensor(0)
+
+
+def test_a_shape_that_changes_between_equal_batches_is_a_named_error() -> None:
+    """Capture and the first microbatch see four samples each."""
+    plan = even_plan(profile_of("recurrent"), (1, 1), "pipedream")
+    plan = replace(plan, stages=cut_behind(plan, "lstm"))
+    with pytest.raises(WorkerError, match="pad the data"):
+        run_in_threads(plan, lambda: replace(make_job("recurrent"), data=Shrinking(whole=8)), timeout_s=10.0)
+
+
+def cut_behind(plan: Plan, name: str) -> tuple[Stage, ...]:
+    layers = plan.profile.graph.layers
+    end = next(layer.id for layer in layers if layer.name == name) + 1
+    ids = [layer.id for layer in layers]
+    return tuple(replace(s, layers=tuple(part)) for s, part in zip(plan.stages, (ids[:end], ids[end:]), strict=True))
