@@ -43,7 +43,7 @@ class Tied(nn.Module):
 
 
 class Branches(nn.Module):
-    """By name in, a dict out; a value with consumers in several stages; an integer tensor that travels; no-grad path."""
+    """By name in, a dict out; a value read by several stages; an integer tensor that travels."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ def test_backward_uses_the_weights_of_its_forward(name: str) -> None:
     for _ in range(3):  # three steps while the microbatch is in flight
         weights.gradients = {key: torch.randn_like(p) for key, p in weights.parameters.items()}
         weights.step()
-    weights.backward(version, lambda: loss.backward(), scale=1.0)
+    weights.backward(version, loss.backward, scale=1.0)
     torch.testing.assert_close(x.grad, expected[0])
     for key, gradient in zip(weights.parameters, expected[1:], strict=True):
         torch.testing.assert_close(weights.gradients[key], gradient)
@@ -124,7 +124,7 @@ def test_frozen_parameters_are_used_and_not_updated() -> None:
     weights = Weights({"frozen": frozen, "free": nn.Parameter(torch.ones(3))}, sgd)
     version = weights.acquire()
     loss = (version.leaves["frozen"] * version.leaves["free"]).sum()
-    weights.backward(version, lambda: loss.backward(), scale=1.0)
+    weights.backward(version, loss.backward, scale=1.0)
     weights.step()
     assert torch.equal(frozen.data, torch.ones(3))
     assert float(weights.parameters["free"].detach()[0]) < 1.0

@@ -73,10 +73,14 @@ def loads(cls: type[S], text: str, source: str) -> S:
 
 def save(value: Stored, path: Path) -> None:
     """Write a value so that a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(dumps(value) + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(dumps(value) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise FormatError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def load(cls: type[S], path: Path) -> S:

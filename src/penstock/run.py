@@ -19,8 +19,8 @@ class Result:
     """trained on, all epochs together"""
     seconds: float
     """of training: the pipeline filling, running and draining, without start-up and checkpoints"""
-    losses: tuple[float, ...]
-    """of each minibatch, a mean over its samples"""
+    losses: tuple[float | None, ...]
+    """of each minibatch, a mean over its samples; None where it was not a number"""
     checkpoint: str | None
     """the newest, relative to the run"""
     device_kinds: Mapping[str, str]

@@ -156,7 +156,7 @@ def train(
         typer.Argument(metavar="[PLAN]", help="plan file; without it the job is profiled and planned"),
     ] = None,
     cluster: Annotated[str, typer.Option(help="to plan for, where no PLAN is given")] = "local:2",
-    run: Annotated[Path, typer.Option(help="directory for checkpoints, trace and report")] = Path(
+    run: Annotated[Path, typer.Option("--run-dir", help="directory for checkpoints, trace and report")] = Path(
         "penstock-runs/latest"
     ),
     resume: Annotated[Path | None, typer.Option(help="checkpoint directory to go on from, written by any plan")] = None,
@@ -231,9 +231,11 @@ def bench(
     _answer(rows, as_json, lambda: shown.bench_table(name, rows))
 
 
-@app.command(epilog="Example: penstock demo --run /tmp/demo")
+@app.command(epilog="Example: penstock demo --run-dir /tmp/demo")
 def demo(
-    run: Annotated[Path, typer.Option(help="directory for everything the demo makes")] = Path("penstock-runs/demo"),
+    run: Annotated[Path, typer.Option("--run-dir", help="directory for everything the demo makes")] = Path(
+        "penstock-runs/demo"
+    ),
 ) -> None:
     """Profile, plan, train and report a small language model on two workers of this machine."""
     from penstock.cli.demo import run_demo

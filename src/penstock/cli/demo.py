@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import typer
 
@@ -31,7 +32,8 @@ def run_demo(run: Path) -> None:
     typer.echo("3/4  train: asynchronous 1F1B with weight stashing, one process per worker")
     workers.train(job_file, directory.plan, workers.Options(run=directory, checkpoint_every=300))
     _, trace, result = directory.load()
-    typer.echo(f"     loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f} over {len(result.losses)} minibatches")
+    first, last = ([loss for loss in part if loss is not None] for part in (result.losses[:20], result.losses[-20:]))
+    typer.echo(f"     loss {fmean(first):.3f} -> {fmean(last):.3f} over {len(result.losses)} minibatches")
     typer.echo("4/4  report: predicted against measured")
     simulated = verbs.write_report_of(directory)
     shown.print_table(shown.comparison_table(trace, simulated))

@@ -62,7 +62,7 @@ def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profil
 def train(job_file: Path, plan_file: Path, options: Options) -> None:
     """Start the workers on this machine and wait; on a signal say where the newest checkpoint is."""
     plan = _check_input(job_file, plan_file)
-    arguments = ["train", str(job_file), str(plan_file), "--run", str(options.run.path)]
+    arguments = ["train", str(job_file), str(plan_file), "--run-dir", str(options.run.path)]
     arguments += ["--timeout", str(options.timeout_s), "--checkpoint-every", str(options.checkpoint_every)]
     if options.resume is not None:
         read_index(options.resume)

@@ -103,7 +103,7 @@ def _complete(draft: Plan, stages: tuple[Stage, ...], costs: CostModel) -> Plan 
 
 def _seconds_per_minibatch(plan: Plan) -> float:
     """Simulated long enough for a steady rate."""
-    minibatches = 8 * len(plan.devices) + 16 if plan.is_asynchronous else 4
+    minibatches = 8 * len(plan.devices) + 16 if plan.is_asynchronous else len(plan.devices) + 4
     rate = simulate(plan, minibatches).samples_per_s
     return plan.profile.batch_size / rate if rate > 0 else 0.0
 

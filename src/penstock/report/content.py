@@ -169,19 +169,20 @@ def _in_order(plan: Plan, stage: Stage) -> list[int]:
     return [layer for layer in plan.profile.graph.order if layer in own]
 
 
-def _loss_curve(losses: Sequence[float]) -> dict[str, Any]:
+def _loss_curve(losses: Sequence[float | None]) -> dict[str, Any]:
     """The loss after so many minibatches; in a long run each point is a mean over as many as it takes."""
     every = max(1, math.ceil(len(losses) / MAX_LOSS_POINTS))
     chunks = [losses[start : start + every] for start in range(0, len(losses), every)]
     return {
         "minibatches": len(losses),
         "every": every,
-        "points": [_finite(fmean(chunk)) for chunk in chunks],
-        "first": _finite(losses[0]) if losses else None,
-        "final": _finite(losses[-1]) if losses else None,
+        "points": [_mean(chunk) for chunk in chunks],
+        "first": losses[0] if losses else None,
+        "final": losses[-1] if losses else None,
     }
 
 
-def _finite(value: float) -> float | None:
-    """JSON has no word for a loss that diverged; the page leaves a gap."""
-    return value if math.isfinite(value) else None
+def _mean(losses: Sequence[float | None]) -> float | None:
+    """A loss that diverged leaves a gap."""
+    known = [loss for loss in losses if loss is not None]
+    return fmean(known) if len(known) == len(losses) else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def capture(model: nn.Module, inputs: Any) -> Captured:
         for name, front_end in zip(FRONT_ENDS, (_export, _fx, _module), strict=True):
             for attempt in front_end(model, inputs):
                 try:
-                    with _without_torch_logs():
+                    with _quietly():
                         captured = attempt()
                     _check_same(model, captured, inputs)
                 except Exception as error:  # whatever a front end cannot do, the next may
@@ -79,12 +80,13 @@ def capture(model: nn.Module, inputs: Any) -> Captured:
 
 
 @contextmanager
-def _without_torch_logs() -> Iterator[None]:
+def _quietly() -> Iterator[None]:
     """A front end that cannot do a model says so at length; the next one may, and the reasons are kept anyway."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         logging.disable(level)
 

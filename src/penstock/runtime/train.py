@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from penstock import codec
-from penstock.errors import PlanError
+from penstock.errors import PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.run import Result, RunDirectory
@@ -27,7 +28,7 @@ from penstock.runtime.assemble import Assembly, assemble, check_job, make_epoch
 from penstock.runtime.measure import device_kind
 from penstock.runtime.progress import ProgressLine, Report
 from penstock.runtime.sync import sync_groups
-from penstock.runtime.transport import TorchTransport
+from penstock.runtime.transport import TorchTransport, short_reason
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind
 from penstock.trace import Event, merge
@@ -112,6 +113,7 @@ class _Training:
         self._segment_start_s = 0.0
         self._origin_s = 0.0
         self._rounds = 0
+        self._meetings = 0
         self._line = ProgressLine(self._total_samples()) if self.rank == 0 and not options.quiet else None
 
     def run(self) -> None:
@@ -172,7 +174,18 @@ class _Training:
 
     def _meet(self) -> float:
         """Wait for all workers; returns the moment, which all take as the same."""
-        dist.barrier()
+        self._meetings += 1
+        keys = [f"penstock/meeting-{self._meetings}/{rank}" for rank in range(len(self.plan.devices))]
+        self.store.set(keys[self.rank], "here")
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            whom = f"worker {', '.join(map(str, missing))}" if missing else "a worker that came and then ended"
+            raise WorkerError(
+                f"worker {self.rank} (stage {self.worker.stage_index}) waited for {whom} at the end of a part "
+                f"(at most {self.options.timeout_s:g} s): {short_reason(error)}"
+            ) from error
         return time.perf_counter()
 
     def _restore(self) -> checkpoint.Checkpoint:
@@ -229,13 +242,15 @@ class _Training:
         self._meet()
 
 
-def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float, ...]:
+def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | None, ...]:
     """The mean loss of each minibatch over its samples."""
     by_microbatch = {int(m): (loss, samples) for m, loss, samples in losses}
-    means, first = [], 0
+    means: list[float | None] = []
+    first = 0
     for count in minibatches:
         rows = [by_microbatch[m] for m in range(first, first + count) if m in by_microbatch]
         total = sum(samples for _, samples in rows)
-        means.append(sum(loss * samples for loss, samples in rows) / total)
+        mean = sum(loss * samples for loss, samples in rows) / total
+        means.append(mean if math.isfinite(mean) else None)
         first += count
     return tuple(means)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import defaultdict
@@ -72,7 +73,7 @@ class TorchTransport:
         try:
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise WorkerError(f"the all-reduce among workers {workers} failed: {_short(error)}") from error
+            raise WorkerError(f"the all-reduce among workers {workers} failed: {short_reason(error)}") from error
 
 
 @dataclass
@@ -85,15 +86,17 @@ class _Transfer:
         try:
             self.work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise WorkerError(_short(error)) from error
+            raise WorkerError(short_reason(error)) from error
 
     def is_over(self) -> bool:
         over: bool = self.work.is_completed()
         return over
 
 
-def _short(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rpartition("] ")[2][:200]
+def short_reason(error: Exception) -> str:
+    """What torch says, without the place in its sources and the advice."""
+    text = str(error).strip().splitlines()[0]
+    return re.sub(r"^\[[^\]]*\] ", "", text).partition(". This is")[0][:200]
 
 
 @dataclass

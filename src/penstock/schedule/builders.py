@@ -51,7 +51,8 @@ def default_depth(pipeline: Pipeline, stage: int) -> int:
     """Microbatches that a replica keeps in flight so that those behind it never starve.
 
     PipeDream (section 3.2) divides the workers from this stage on by the stage's replicas; rounding up instead of
-    down keeps unevenly replicated pipelines busy, and lets fewer replicas feed more.
+    down lets fewer replicas feed more. It is enough where all stages have as many replicas; an unevenly replicated
+    pipeline may want more in flight, which a plan can say.
     """
     behind = sum(len(replicas) for replicas in pipeline.workers[stage:])
     return -(-behind // len(pipeline.workers[stage]))

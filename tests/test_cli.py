@@ -1,0 +1,159 @@
+"""The command line: its options are frozen, its answers stable, and wrong input is one clear line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from builders import chain_profile
+from penstock import codec
+from penstock.cli.app import app
+from penstock.cluster import parse_cluster
+from penstock.planner import make_plan
+
+OPTIONS = {
+    "profile": ["JOB", "--output", "--microbatch-size", "--threads", "--json"],
+    "plan": ["PROFILE", "--cluster", "--schedule", "--microbatches", "--straight", "--output", "--json"],
+    "show": ["FILE", "--json"],
+    "simulate": ["PLAN", "--minibatches", "--output", "--json"],
+    "train": ["JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--checkpoint-every", "--timeout", "--json"],
+    "verify": ["JOB", "PLAN", "--timeout", "--json"],
+    "report": ["RUN", "--json"],
+    "bench": ["NAME", "--json"],
+    "demo": ["--run-dir"],
+}
+JOB = """
+import torch
+from penstock import Job
+
+def job():
+    data = [(torch.randn(4), torch.tensor(0)) for _ in range(8)]
+    return Job(model=torch.nn.Linear(4, 2), data=data, loss=torch.nn.functional.cross_entropy,
+               optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=4)
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "penstock", *arguments], capture_output=True, text=True, check=False)
+
+
+def invoke(*arguments: str) -> Any:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    codec.save(make_plan(chain_profile([1e-3] * 6), parse_cluster("local:2")), path)
+    return path
+
+
+def test_options_are_few_and_frozen() -> None:
+    """Whoever changes an option changes this test, the docs and the changelog with it."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = {}
+    for name, command in commands.items():
+        names = [p.opts[0] if p.opts[0].startswith("-") else p.metavar.strip("[]") for p in command.params]
+        found[name] = [option for option in names if option != "--help"]
+    assert found == OPTIONS
+
+
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_help_shows_an_example(verb: str) -> None:
+    assert "Example" in invoke(verb, "--help").output
+
+
+def test_plan_answers_with_stable_keys(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    codec.save(chain_profile([1e-3] * 6), profile)
+    result = invoke("plan", str(profile), "--cluster", "local:2", "--output", str(tmp_path / "plan.json"), "--json")
+    answer = json.loads(result.stdout)
+    assert set(answer) == {
+        "model", "cluster", "schedule", "microbatches", "seconds_per_minibatch", "samples_per_s", "lower_bound", "gap",
+        "speedup_over_data_parallel", "stages",
+    }  # fmt: skip
+    assert set(answer["stages"][0]) == {
+        "layers", "first_layer", "last_layer", "devices", "in_flight", "forward_s", "backward_s", "update_s",
+        "parameter_bytes", "memory_bytes",
+    }  # fmt: skip
+    assert (tmp_path / "plan.json").exists()
+
+
+def test_show_and_simulate_answer_in_json(plan_file: Path) -> None:
+    assert json.loads(invoke("show", str(plan_file), "--json").stdout)["cluster"] == "local:2"
+    trace = plan_file.with_name("trace.json")
+    answer = json.loads(invoke("simulate", str(plan_file), "--output", str(trace), "--json").stdout)
+    assert set(answer) == {"origin", "seconds", "samples_per_s", "workers"}
+    assert json.loads(invoke("show", str(trace), "--json").stdout) == answer
+
+
+def test_tables_fit_a_terminal_of_80_columns(plan_file: Path) -> None:
+    for line in invoke("show", str(plan_file)).output.splitlines():
+        assert len(line) <= 80
+
+
+WRONG = {
+    "no such file": (["show", "nowhere.json"], "nowhere.json: no such file"),
+    "no such job": (["profile", "nowhere.py"], "nowhere.py: no such job file"),
+    "a job without job": (["profile", "empty.py"], "has no function `job`"),
+    "a job that returns something else": (["profile", "none.py"], "returned NoneType, not penstock.Job"),
+    "a job with a syntax error": (["profile", "syntax.py"], "syntax.py:1:"),
+    "a plan where a profile is expected": (["plan", "plan.json", "--cluster", "local:2"], "another kind of file"),
+    "an unknown schedule": (
+        ["plan", "profile.json", "--cluster", "local:2", "--schedule", "x"],
+        "schedule 'x' is unknown",
+    ),
+    "a cluster that is none": (["plan", "profile.json", "--cluster", "x"], "neither a file nor a known form"),
+    "a bandwidth without a unit": (["plan", "profile.json", "--cluster", "4@12"], "a rate such as 1.25GB/s"),
+    "no such run": (["report", "nowhere"], "no such run directory"),
+    "no such benchmark": (["bench", "x"], "benchmark 'x' is unknown"),
+    "a plan for another model": (["verify", "job.py", "plan.json"], "the plan is for minibatches of 8 samples"),
+    "no such checkpoint": (["train", "job.py", "job-plan.json", "--resume", "nowhere"], "no such checkpoint directory"),
+    "more workers than devices": (["simulate", "crowded.json"], "3 workers but local:2 has 2 devices"),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("files")
+    (directory / "empty.py").write_text("")
+    (directory / "none.py").write_text("def job():\n    pass\n")
+    (directory / "syntax.py").write_text("def job(:\n")
+    (directory / "job.py").write_text(JOB)
+    profile = chain_profile([1e-3] * 6)
+    codec.save(profile, directory / "profile.json")
+    plan = make_plan(profile, parse_cluster("local:2"))
+    codec.save(plan, directory / "plan.json")
+    text = codec.dumps(plan)
+    (directory / "job-plan.json").write_text(text.replace('"batch_size":8', '"batch_size":4'))
+    crowded = json.loads(text)
+    crowded["stages"][0]["devices"] = [0, 1, 2]
+    crowded["stages"] = [crowded["stages"][0] | {"layers": list(range(6))}]
+    (directory / "crowded.json").write_text(json.dumps(crowded))
+    return directory
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_clear_line_and_exit_code_2(name: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, expected = WRONG[name]
+    monkeypatch.chdir(files)
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert expected in result.stderr
+    assert result.stdout == ""
+
+
+def test_version() -> None:
+    from penstock import __version__
+
+    assert invoke("--version").stdout.strip() == __version__

@@ -1,0 +1,224 @@
+"""The real thing: worker processes over gloo, started by the command line and by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from in_threads import even_plan, profile, profile_of
+from models import make_job
+from penstock import codec
+from penstock.run import RunDirectory
+from penstock.schedule import Kind
+
+pytestmark = pytest.mark.processes
+TESTS = Path(__file__).parent
+JOB = """
+import sys
+sys.path.insert(0, {tests!r})
+from models import make_job
+
+def job():
+    return make_job({name!r}, samples={samples}, batch_size=4, epochs={epochs})
+"""
+
+
+def write_job(directory: Path, name: str, samples: int = 23, epochs: int = 2) -> Path:
+    path = directory / f"{name}.py"
+    path.write_text(JOB.format(tests=str(TESTS), name=name, samples=samples, epochs=epochs))
+    return path
+
+
+def write_plan(directory: Path, name: str, replicas: tuple[int, ...], schedule: str, microbatches: int = 1) -> Path:
+    path = directory / f"plan-{schedule}-{'-'.join(map(str, replicas))}.json"
+    codec.save(even_plan(profile_of(name), replicas, schedule, microbatches), path)
+    return path
+
+
+def penstock(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    assert not check or result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "schedule", "microbatches"),
+    [
+        ("tied", (1, 2), "1f1b", 3),
+        ("tied", (2, 1), "gpipe", 3),
+        ("branches", (2, 3), "1f1b", 4),
+        ("conv", (1, 3), "pipedream", 1),
+        ("conv", (3, 1), "pipedream", 1),
+    ],
+)
+def test_verify_finds_the_gradients_of_one_process(
+    name: str, replicas: tuple[int, ...], schedule: str, microbatches: int, tmp_path: Path
+) -> None:
+    job, plan = write_job(tmp_path, name), write_plan(tmp_path, name, replicas, schedule, microbatches)
+    answer = json.loads(penstock("verify", job, plan, "--json").stdout)
+    assert answer["passed"]
+    assert answer["largest_difference"] < 1e-5
+    assert answer["gradients"] > 0
+
+
+def test_train_leaves_trace_result_checkpoint_and_report(tmp_path: Path) -> None:
+    job, plan = write_job(tmp_path, "conv"), write_plan(tmp_path, "conv", (1, 2), "pipedream")
+    run = RunDirectory(tmp_path / "run")
+    shown = penstock("train", job, plan, "--run-dir", run.path, "--checkpoint-every", 4)
+    assert "predicted against measured" in shown.stdout
+    assert run.report.exists()
+    loaded, trace, result = run.load()
+    assert result.samples == 46
+    assert len(result.losses) == 12
+    assert loaded.stages == even_plan(profile_of("conv"), (1, 2), "pipedream").stages
+    forwards = [e.action for e in trace.events if e.action.kind is Kind.FORWARD]
+    assert len(forwards) == len(set(forwards)) == 2 * 12  # every microbatch of both epochs, once at each stage
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step-{steps:08d}" for steps in (4, 6, 10, 12)]
+
+
+def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path: Path) -> None:
+    """Invariant 5: the same weights whether interrupted and re-planned or not."""
+    job = write_job(tmp_path, "tied")
+    plans = [write_plan(tmp_path, "tied", replicas, "1f1b", 2) for replicas in ((1, 1), (2, 1))]
+    through, second = RunDirectory(tmp_path / "through"), RunDirectory(tmp_path / "second")
+    penstock("train", job, plans[0], "--run-dir", through.path, "--checkpoint-every", 4)
+    penstock("train", job, plans[1], "--run-dir", second.path, "--resume", through.checkpoints / "step-00000004")
+    newest = [run.newest_checkpoint() for run in (through, second)]
+    assert [path.name for path in newest if path] == ["step-00000012", "step-00000012"]
+    one, two = (tensors_of(path) for path in newest if path)
+    assert set(one) == set(two)
+    for key, tensor in one.items():
+        torch.testing.assert_close(tensor, two[key], rtol=1e-4, atol=1e-5)
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for path in checkpoint.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def test_train_without_a_plan_profiles_and_plans(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "conv", samples=16, epochs=1)
+    answer = json.loads(penstock("train", job, "--run-dir", tmp_path / "run", "--json").stdout.splitlines()[-1])
+    assert answer["samples"] == 16
+
+
+def test_torchrun_starts_the_same_workers(tmp_path: Path) -> None:
+    job, plan = write_job(tmp_path, "conv", epochs=1), write_plan(tmp_path, "conv", (1, 1), "1f1b", 2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "penstock", "train", str(job), str(plan), "--run-dir", str(tmp_path / "run")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    assert result.returncode == 0, result.stderr
+    assert RunDirectory(tmp_path / "run").load()[2].samples == 23
+
+
+def test_an_exception_in_a_job_is_shown_once_with_its_traceback(tmp_path: Path) -> None:
+    job, plan = write_job(tmp_path, "conv"), write_plan(tmp_path, "conv", (1, 1), "1f1b", 2)
+    broken = (
+        "\n_make = job\n\ndef job():\n    from dataclasses import replace\n    return replace(_make(), loss=bad_loss)\n"
+    )
+    count = "\ncalls = 0\n\ndef bad_loss(output, target):\n    global calls\n    calls += 1\n    if calls > 5:\n"
+    job.write_text(
+        job.read_text() + broken + count + "        raise ValueError('my loss is broken')\n    return output.sum()\n"
+    )
+    result = penstock("train", job, plan, "--run-dir", tmp_path / "run", check=False)
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 1
+    assert "in bad_loss" in result.stderr
+    assert result.stderr.strip().splitlines()[-1] == (
+        "penstock: worker 1 failed: ValueError: my loss is broken; the others were stopped"
+    )
+
+
+ENDLESS = {"samples": 4000, "epochs": 1000}
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for task in Path("/proc").iterdir():
+        if task.name.isdigit():
+            try:
+                stat = (task / "stat").read_text()
+            except OSError:
+                continue
+            if int(stat.rpartition(")")[2].split()[1]) == pid:
+                found.append(int(task.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_workers_and_says_where_the_checkpoint_is(number: int, tmp_path: Path) -> None:
+    job, plan = write_job(tmp_path, "conv", **ENDLESS), write_plan(tmp_path, "conv", (1, 1), "pipedream")
+    run = RunDirectory(tmp_path / "run")
+    command = ["train", str(job), str(plan), "--run-dir", str(run.path), "--checkpoint-every", "5"]
+    process = subprocess.Popen([sys.executable, "-m", "penstock", *command], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 90
+    while run.newest_checkpoint() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = children_of(process.pid)
+    process.send_signal(number)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert len(workers) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert "stopped, all workers ended; checkpoint" in shown
+    assert str(run.checkpoints) in shown
+
+
+def test_peer_death_is_reported_within_the_deadline_and_names_the_peer(tmp_path: Path) -> None:
+    """Invariant 8, without a launcher that would tell: each process stands for a host."""
+    job, plan = write_job(tmp_path, "conv", **ENDLESS), write_plan(tmp_path, "conv", (1, 1), "pipedream")
+    run = RunDirectory(tmp_path / "run")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = ["train", str(job), str(plan), "--run-dir", str(run.path), "--checkpoint-every", "5", "--timeout", "20"]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "penstock", *command],
+            env=os.environ
+            | {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    deadline = time.monotonic() + 90
+    while run.newest_checkpoint() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers[1].kill()
+    start_s = time.monotonic()
+    _, shown = workers[0].communicate(timeout=60)
+    workers[1].communicate()
+    assert time.monotonic() - start_s < 25
+    assert workers[0].returncode == 1
+    last = shown.strip().splitlines()[-1]
+    assert last.startswith("penstock: worker 0 (stage 0) waited for"), shown
+    assert "worker 1" in last
+
+
+def test_a_demo_sized_profile_is_what_the_command_writes(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "conv")
+    penstock("profile", job, "--output", tmp_path / "profile.json")
+    written = json.loads((tmp_path / "profile.json").read_text())
+    made = profile(make_job("conv"))
+    assert [layer["name"] for layer in written["graph"]["layers"]] == [layer.name for layer in made.graph.layers]

@@ -1,0 +1,185 @@
+"""One contract for every transport: threads over LocalTransport, processes over TorchTransport."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from penstock.errors import WorkerError
+from penstock.runtime.payload import TensorLayout, decode_header, encode_header
+from penstock.runtime.transport import LocalExchange, LocalTransport, TorchTransport, Transport
+from penstock.schedule import Kind
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+BOTH = (0, 1)
+Part = Callable[[Transport], Any]
+
+
+def keeps_order(transport: Transport) -> list[int]:
+    if transport.rank == 0:
+        sends = [transport.send(torch.full((4,), i), (1, F), i) for i in range(5)]
+        for send in sends:
+            send.wait(10.0)
+        return []
+    tensors = [torch.zeros(4, dtype=torch.int64) for _ in range(5)]
+    receives = [transport.receive(tensor, (0, F), i) for i, tensor in enumerate(tensors)]
+    for receive in receives:
+        receive.wait(10.0)
+    return [int(tensor[0]) for tensor in tensors]
+
+
+def moves_every_dtype(transport: Transport) -> bool:
+    tensors = [
+        torch.arange(6).reshape(2, 3).to(dtype) for dtype in (torch.float32, torch.float64, torch.int64, torch.bool)
+    ]
+    tensors.append(torch.tensor(3.0))
+    for number, tensor in enumerate(tensors):
+        if transport.rank == 0:
+            transport.send(tensor, (1, B), number).wait(10.0)
+        else:
+            found = torch.empty_like(tensor)
+            transport.receive(found, (0, B), number).wait(10.0)
+            assert torch.equal(found, tensor)
+    return True
+
+
+def a_late_activation_does_not_hold_up_a_gradient(transport: Transport) -> bool:
+    if transport.rank == 0:
+        transport.send(torch.ones(3), (1, B), 0).wait(10.0)
+        time.sleep(0.2)
+        transport.send(torch.ones(3), (1, F), 0).wait(10.0)
+        return True
+    activation, gradient = torch.zeros(3), torch.zeros(3)
+    late = transport.receive(activation, (0, F), 0)
+    transport.receive(gradient, (0, B), 0).wait(10.0)
+    first = not late.is_over() or bool(activation.sum() == 0)
+    late.wait(10.0)
+    return first and float(activation.sum()) == 3.0
+
+
+def sending_never_blocks(transport: Transport) -> float:
+    big = torch.ones(1_000_000)
+    if transport.rank == 0:
+        start_s = time.monotonic()
+        pending = [transport.send(big, (1, F), i) for i in range(4)]
+        took_s = time.monotonic() - start_s
+        for each in pending:
+            each.wait(10.0)
+        return took_s
+    time.sleep(0.5)
+    for i in range(4):
+        transport.receive(torch.empty_like(big), (0, F), i).wait(10.0)
+    return 0.0
+
+
+def sums_over_the_group(transport: Transport) -> list[float]:
+    tensor = torch.tensor([1.0, 2.0]) * (transport.rank + 1)
+    transport.all_reduce(tensor, BOTH, 10.0)
+    transport.all_reduce(tensor, BOTH, 10.0)
+    return tensor.tolist()
+
+
+def a_receive_has_a_deadline(transport: Transport) -> str:
+    if transport.rank == 0:
+        time.sleep(1.0)
+        return "slept"
+    start_s = time.monotonic()
+    with pytest.raises(WorkerError):
+        transport.receive(torch.zeros(3), (0, F), 0).wait(0.3)
+    return "in time" if time.monotonic() - start_s < 0.9 else "late"
+
+
+def run_in_local_threads(part: Part) -> list[Any]:
+    exchange, results = LocalExchange(), [None, None]
+
+    def run(rank: int) -> None:
+        results[rank] = part(LocalTransport(rank, exchange))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in BOTH]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return results
+
+
+def run_in_processes(part: Part) -> list[Any]:
+    context = mp.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answers = context.Queue()
+    processes = [context.Process(target=_process, args=(part, rank, port, answers)) for rank in BOTH]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    try:
+        for _ in BOTH:
+            rank, result = answers.get(timeout=60)
+            results[rank] = result
+    except queue.Empty:
+        pytest.fail("the processes gave no answer")
+    finally:
+        for process in processes:
+            process.join(20.0)
+            process.kill()
+    return [results[rank] for rank in BOTH]
+
+
+def _process(part: Part, rank: int, port: int, answers: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    answers.put((rank, part(TorchTransport([BOTH]))))
+    dist.destroy_process_group()
+
+
+RUNNERS = [
+    pytest.param(run_in_local_threads, id="local"),
+    pytest.param(run_in_processes, id="torch", marks=pytest.mark.processes),
+]
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_messages_of_a_channel_keep_their_order(run: Callable[[Part], list[Any]]) -> None:
+    assert run(keeps_order)[1] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_tensors_of_any_dtype_arrive_as_they_left(run: Callable[[Part], list[Any]]) -> None:
+    assert run(moves_every_dtype) == [True, True]
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_the_two_directions_do_not_wait_for_each_other(run: Callable[[Part], list[Any]]) -> None:
+    assert run(a_late_activation_does_not_hold_up_a_gradient) == [True, True]
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_sending_never_blocks(run: Callable[[Part], list[Any]]) -> None:
+    assert run(sending_never_blocks)[0] < 0.4
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_all_reduce_sums_over_the_group(run: Callable[[Part], list[Any]]) -> None:
+    assert run(sums_over_the_group) == [[6.0, 12.0], [6.0, 12.0]]
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_a_receive_has_a_deadline(run: Callable[[Part], list[Any]]) -> None:
+    assert run(a_receive_has_a_deadline)[1] == "in time"
+
+
+def test_a_header_says_what_is_coming() -> None:
+    layout = (TensorLayout(torch.bfloat16, (3, 0, 5), True), None, TensorLayout(torch.bool, ()))
+    assert decode_header(encode_header(layout)) == layout
