@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from builders import chain_graph, chain_profile, flat_cluster, law, layer_seconds, plan_of, profile_of, profiles
 from penstock.cluster import Cluster, Device, Level
-from penstock.cost import CostModel, PlanCosts
+from penstock.cost import CostModel, PlanCosts, stashes_weights
 from penstock.errors import ProfileError
 from penstock.graph import Layer, LayerGraph, Value
 from penstock.plan import Stage
-from penstock.profile import Profile
+from penstock.profile import LayerSeconds, Profile
 from penstock.schedule import Action
 
 
@@ -64,7 +64,7 @@ def test_seconds_and_bytes_of_a_microbatch_scale_with_its_samples_but_updates_do
     assert small.forward_s(layers, 0) == pytest.approx(sum(row.forward_s for row in rows) / speed)
     assert large.forward_s(layers, 0) == pytest.approx(times * small.forward_s(layers, 0))
     assert large.backward_s(layers, 0) == pytest.approx(times * small.backward_s(layers, 0))
-    assert large.update_s(layers, 0) == pytest.approx(small.update_s(layers, 0))
+    assert large.update_s(layers, 0, stashed=True) == pytest.approx(small.update_s(layers, 0, stashed=True))
     first, rest = layers[:1], layers[1:]
     assert large.forward_bytes(first, rest) == pytest.approx(times * small.forward_bytes(first, rest))
     assert large.parameter_bytes(layers) == small.parameter_bytes(layers)
@@ -124,3 +124,12 @@ def test_a_plan_knows_the_seconds_of_each_action_message_and_meeting() -> None:
     assert costs.message_s(Action.parse("1B0"), 1, 0, 0) == pytest.approx(1.5)
     assert costs.sync_s(0) == 0.0
     assert costs.sync_s(1) == pytest.approx(6.0)
+
+
+def test_an_update_beside_microbatches_in_flight_copies_the_weights_first() -> None:
+    graph = chain_graph(2)
+    rows = [LayerSeconds(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0, update_s=0.5, copy_s=0.25)] * 2
+    model = CostModel(profile=profile_of(graph, rows), cluster=flat_cluster(1), microbatch_size=1)
+    assert model.update_s([0, 1], 0, stashed=False) == pytest.approx(1.0)
+    assert model.update_s([0, 1], 0, stashed=True) == pytest.approx(1.5)
+    assert [stashes_weights(a, d) for a, d in ((True, 1), (True, 2), (False, 2))] == [False, True, False]

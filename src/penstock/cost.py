@@ -37,8 +37,9 @@ class CostModel:
     def backward_s(self, layers: Collection[int], device: int) -> float:
         return self._sum_s(layers, device, ("backward_input_s", "backward_weight_s")) * self.scale
 
-    def update_s(self, layers: Collection[int], device: int) -> float:
-        return self._sum_s(layers, device, ("update_s",))
+    def update_s(self, layers: Collection[int], device: int, *, stashed: bool) -> float:
+        """The optimizer's update; with weights ``stashed`` for microbatches in flight, of a copy of them."""
+        return self._sum_s(layers, device, ("update_s", "copy_s") if stashed else ("update_s",))
 
     def transfer_s(self, num_bytes: float, source: int, target: int) -> float:
         """One message between two devices."""
@@ -85,6 +86,11 @@ class CostModel:
         return {layer.id: row for row, layer in enumerate(self.profile.graph.layers)}
 
 
+def stashes_weights(asynchronous: bool, in_flight: int) -> bool:
+    """Whether a stage updates while microbatches are in flight, and so keeps versions of its weights."""
+    return asynchronous and in_flight > 1
+
+
 class PlanCosts:
     """Seconds of every action and message of a plan, looked up rather than summed again for each."""
 
@@ -95,7 +101,11 @@ class PlanCosts:
             {
                 Kind.FORWARD: self.model.forward_s(plan.stages[stage].layers, device),
                 Kind.BACKWARD: self.model.backward_s(plan.stages[stage].layers, device),
-                Kind.STEP: self.model.update_s(plan.stages[stage].layers, device),
+                Kind.STEP: self.model.update_s(
+                    plan.stages[stage].layers,
+                    device,
+                    stashed=stashes_weights(plan.is_asynchronous, plan.stages[stage].in_flight),
+                ),
             }
             for stage, device in zip(plan.pipeline.stage_of, plan.devices, strict=True)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import sys
 import time
@@ -26,10 +27,11 @@ from penstock.runtime.transport import TorchTransport
 from penstock.runtime.worker import Segment
 from penstock.schedule import Kind
 
-ROUNDS = 5
-MICROBATCHES = 24
-"""of the asynchronous pipeline and of the lone stages, per round"""
-TORCH_STEPS = 6
+ROUNDS = 7
+ROUND_S = 2.5
+"""about how long each alternative runs at a time"""
+FEWEST = 16
+"""minibatches at a time, so that filling the pipeline weighs little"""
 TORCH_MICROBATCHES = 4
 TIMEOUT_S = 120.0
 
@@ -46,6 +48,7 @@ def main(case: str, directory: Path) -> None:
             device=device,
             timeout_s=TIMEOUT_S,
         )
+        gc.freeze()  # as in training
         pair = _Pair(assembly)
         alternatives = {"limit": pair.limit, "penstock": pair.penstock, "torch": _TorchPipeline(pair).run}
         rates: dict[str, list[float]] = {name: [] for name in alternatives}
@@ -84,13 +87,14 @@ class _Pair:
         self.batch_size = assembly.job.batch_size
         self.inputs, self.target = load_batch(assembly.job, range(self.batch_size), seed=0)
         self.flat = assembly.splitter.captured.bind(self.inputs)
+        self.minibatches = max(FEWEST, round(ROUND_S / self.plan.prediction.seconds_per_minibatch))
         self.received, self.gradients = self._tensors_at_the_cut()
 
     def limit(self) -> float:
         """This stage's forward, backward and update in a loop, without any message; its peer does the same."""
         stage = self.worker.stage
         start_s = time.perf_counter()
-        for microbatch in range(MICROBATCHES):
+        for microbatch in range(self.minibatches):
             received = {
                 name: value.detach().requires_grad_(value.requires_grad) for name, value in self.received.items()
             }
@@ -98,13 +102,13 @@ class _Pair:
             stage.backward(microbatch, self.gradients, loss_weight=1.0, scale=1.0)
             stage.weights.step()
         stage.losses.clear()
-        return MICROBATCHES * self.batch_size / (time.perf_counter() - start_s)
+        return self.minibatches * self.batch_size / (time.perf_counter() - start_s)
 
     def penstock(self) -> float:
         """The steady rate at the first stage, from one update to another."""
         segment = Segment(
-            schedule=self.plan.schedule_for([1] * MICROBATCHES),
-            samples=[self.batch_size] * MICROBATCHES,
+            schedule=self.plan.schedule_for([1] * self.minibatches),
+            samples=[self.batch_size] * self.minibatches,
             feed=_SameBatch(self.flat, self.target),
         )
         self.worker.events.clear()
@@ -149,7 +153,8 @@ class _TorchPipeline:
 
     def run(self) -> float:
         start_s = time.perf_counter()
-        for _ in range(TORCH_STEPS):
+        minibatches = self.pair.minibatches // 2  # as a rule it takes longer; each is a whole fill and drain anyway
+        for _ in range(minibatches):
             self.optimizer.zero_grad()
             if self.is_first:
                 self.schedule.step(*self.pair.flat)
@@ -157,7 +162,7 @@ class _TorchPipeline:
                 losses: list[Tensor] = []
                 self.schedule.step(target=self.pair.target if self.is_last else None, losses=losses)
             self.optimizer.step()
-        return TORCH_STEPS * self.pair.batch_size / (time.perf_counter() - start_s)
+        return minibatches * self.pair.batch_size / (time.perf_counter() - start_s)
 
 
 class _OneValue(nn.Module):

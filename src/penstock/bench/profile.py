@@ -13,6 +13,7 @@ from penstock.job import Job
 from penstock.profile import Profile
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_batch
+from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import profile_job
 
 ROUNDS = 5
@@ -21,8 +22,8 @@ TOLERANCE = 0.15
 
 
 def run() -> list[Row]:
-    torch.set_num_threads(1)
-    return [_case(name) for name in JOBS]
+    with share_of_machine(threads=1):
+        return [_case(name) for name in JOBS]
 
 
 def _case(name: str) -> Row:

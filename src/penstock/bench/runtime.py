@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock import codec
 from penstock.bench.jobs import bench_job
 from penstock.bench.rows import Row, at_least
@@ -20,6 +18,7 @@ from penstock.cluster import local_cluster
 from penstock.plan import Plan
 from penstock.planner import make_plan
 from penstock.runtime.launch import launch_workers
+from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import profile_job
 
 CASES = ("vgg", "transformer")
@@ -59,17 +58,17 @@ def _predicted(plan: Plan) -> float:
 
 
 def _plan(case: str) -> Plan:
-    torch.set_num_threads(1)
     job = bench_job(case)
-    profile = profile_job(
-        job,
-        clock=time.perf_counter,
-        device=torch.device("cpu"),
-        microbatch_size=job.batch_size,
-        threads=1,
-        repeats=10,
-        progress=_silent,
-    )
+    with share_of_machine(threads=1) as device:
+        profile = profile_job(
+            job,
+            clock=time.perf_counter,
+            device=device,
+            microbatch_size=job.batch_size,
+            threads=1,
+            repeats=10,
+            progress=_silent,
+        )
     return make_plan(profile, local_cluster(2), straight=True)
 
 

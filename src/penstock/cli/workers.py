@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,6 +23,7 @@ from penstock.runtime.assemble import check_job
 from penstock.runtime.checkpoint import read_index
 from penstock.runtime.jobs import load_job
 from penstock.runtime.launch import Interrupted, is_worker, launch_workers
+from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import profile_job
 from penstock.runtime.train import Options, train_worker
 from penstock.runtime.verify import Verification, compare, verify_worker
@@ -38,15 +38,14 @@ LAUNCHED = "PENSTOCK_LAUNCHED"
 
 def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profile:
     job = load_job(job_file)
-    torch.set_num_threads(threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     columns = (
         TextColumn("profiling"),
         BarColumn(),
         TextColumn("{task.completed}/{task.total} layers"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    with progress as bar, share_of_machine(threads) as device:
         task = bar.add_task("layers", total=None)
         return profile_job(
             job,

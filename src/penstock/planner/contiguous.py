@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cost import CostModel
+from penstock.cost import CostModel, stashes_weights
 from penstock.plan import Stage
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -88,7 +88,9 @@ class ContiguousCuts:
         """[start, end]: seconds per microbatch of a stage on ``replicas`` devices from ``first``; inf: not allowed."""
         devices = range(first, first + replicas)
         compute_s = np.max([self._between(self._compute_s(device)) for device in devices], axis=0)
-        update_s = np.max([self._between(self._update_s(device)) for device in devices], axis=0)
+        depth = self._depth(len(self.costs.cluster.devices) - first, replicas)
+        stashed = stashes_weights(self.asynchronous, depth)
+        update_s = np.max([self._between(self._update_s(device, stashed)) for device in devices], axis=0)
         # all-reduce is linear in its bytes beyond a latency, so two calls give it for every stage at once
         latency_s = self.costs.allreduce_s(1e-9, list(devices))
         per_byte_s = (self.costs.allreduce_s(1e9, list(devices)) - latency_s) / 1e9
@@ -96,7 +98,6 @@ class ContiguousCuts:
         round_s = update_s + per_byte_s * weights + latency_s * (weights > 0)
         per_step = replicas if self.asynchronous else self.microbatches
         seconds = compute_s / replicas + round_s / per_step
-        depth = self._depth(len(self.costs.cluster.devices) - first, replicas)
         versions = depth if self.asynchronous else 1
         memory = (
             weights * (versions + 1)
@@ -128,9 +129,8 @@ class ContiguousCuts:
         per_layer = [row.forward_s + row.backward_input_s + row.backward_weight_s for row in rows]
         return np.array(per_layer) * self.costs.scale / speed
 
-    def _update_s(self, device: int) -> Array:
-        seconds, speed = self.costs.layer_seconds(device), self.costs.cluster.devices[device].speed
-        return np.array([seconds[self._row[layer]].update_s for layer in self._order]) / speed
+    def _update_s(self, device: int, stashed: bool) -> Array:
+        return np.array([self.costs.update_s([layer], device, stashed=stashed) for layer in self._order])
 
     @cached_property
     def _parameter_bytes(self) -> Array:

@@ -41,15 +41,15 @@ def profile_job(
         job.model.train()
         measurement = Measurement(job=job, captured=captured, clock=clock, repeats=repeats)
         measurement.run(inputs, target, progress)
-        update_s, state_bytes = measurement.optimizer_costs()
+        per_parameter = measurement.parameter_costs()
     return Profile(
         model=type(job.model).__name__,
         front_end=captured.front_end,
         batch_size=job.batch_size,
         microbatch_size=min(microbatch_size, len(job.data)),
         threads=threads,
-        graph=measurement.graph(state_bytes),
-        seconds={device_kind(device): measurement.seconds(update_s)},
+        graph=measurement.graph(per_parameter),
+        seconds={device_kind(device): measurement.seconds(per_parameter)},
     )
 
 
@@ -59,6 +59,15 @@ def device_kind(device: torch.device) -> str:
 
 def to_device(tree: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCosts:
+    """What a parameter costs besides its part in forward and backward."""
+
+    update_s: float = 0.0
+    copy_s: float = 0.0
+    state_bytes: int = 0
 
 
 @dataclass
@@ -92,7 +101,7 @@ class Measurement:
             self._rows.append(self._measure(section, given, target))
             progress(index + 1, count)
 
-    def graph(self, state_bytes: Mapping[str, int]) -> LayerGraph:
+    def graph(self, per_parameter: Mapping[str, ParameterCosts]) -> LayerGraph:
         layers = tuple(
             Layer(
                 id=index,
@@ -115,13 +124,13 @@ class Measurement:
         )
         used = {name for layer in layers for name in layer.parameters}
         parameters = tuple(
-            Parameter(name=name, num_bytes=p.nbytes, state_bytes=state_bytes.get(name, 0))
+            Parameter(name=name, num_bytes=p.nbytes, state_bytes=per_parameter[name].state_bytes)
             for name, p in self.job.model.named_parameters()
             if name in used
         )
         return LayerGraph(layers=layers, values=values, parameters=parameters)
 
-    def seconds(self, update_s: Mapping[str, float]) -> tuple[LayerSeconds, ...]:
+    def seconds(self, per_parameter: Mapping[str, ParameterCosts]) -> tuple[LayerSeconds, ...]:
         charged: set[str] = set()  # a tied parameter is updated once
         rows = []
         for index, (forward_s, backward_input_s, backward_weight_s, _) in enumerate(self._rows):
@@ -132,28 +141,33 @@ class Measurement:
                     forward_s=forward_s,
                     backward_input_s=backward_input_s,
                     backward_weight_s=backward_weight_s,
-                    update_s=sum(update_s.get(name, 0.0) for name in own),
+                    update_s=sum(per_parameter[name].update_s for name in own),
+                    copy_s=sum(per_parameter[name].copy_s for name in own),
                 )
             )
         return tuple(rows)
 
-    def optimizer_costs(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Seconds of an update, shared out by size, and bytes of optimizer state; both per parameter."""
+    def parameter_costs(self) -> dict[str, ParameterCosts]:
+        """Measured for all parameters together, seconds shared out by size; a frozen one costs nothing."""
+        costs = {name: ParameterCosts() for name, _ in self.job.model.named_parameters()}
         copies = {
             name: nn.Parameter(p.detach().clone()) for name, p in self.job.model.named_parameters() if p.requires_grad
         }
         if not copies:
-            return {}, {}
+            return costs
         optimizer = self.job.optimizer(list(copies.items()))
         for parameter in copies.values():
-            parameter.grad = torch.zeros_like(parameter)
-        step_s = self._median(optimizer.step)
-        total = sum(p.nbytes for p in copies.values())
-        state = {
-            name: sum(t.nbytes for t in _tensors(list(optimizer.state.get(p, {}).values())))
-            for name, p in copies.items()
-        }
-        return {name: step_s * p.nbytes / total for name, p in copies.items()}, state
+            parameter.grad = torch.randn_like(parameter)  # zeros take another time: fewer and slower numbers
+        update_s = self._median(optimizer.step)
+        sources = [p.data for p in copies.values()]
+        targets = [torch.empty_like(source) for source in sources]
+        copy_s = self._median(lambda: torch._foreach_copy_(targets, sources))
+        total = sum(source.nbytes for source in sources)
+        for name, p in copies.items():
+            state = sum(t.nbytes for t in _tensors(list(optimizer.state.get(p, {}).values())))
+            share = p.nbytes / total
+            costs[name] = ParameterCosts(update_s=update_s * share, copy_s=copy_s * share, state_bytes=state)
+        return costs
 
     def _measure(self, section: Section, given: list[Any], target: Any) -> tuple[float, float, float, int]:
         buffers = {name: buffer.clone() for name, buffer in section.module.named_buffers()}

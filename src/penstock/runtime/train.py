@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -25,6 +26,7 @@ from penstock.plan import Plan
 from penstock.run import Result, RunDirectory
 from penstock.runtime import checkpoint
 from penstock.runtime.assemble import Assembly, assemble, check_job, make_epoch
+from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
 from penstock.runtime.progress import ProgressLine, Report
 from penstock.runtime.sync import sync_groups
@@ -57,6 +59,7 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
             device=device,
             timeout_s=options.timeout_s,
         )
+        gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
         _Training(assembly, options).run()
 
 
@@ -69,30 +72,11 @@ def worker_process(plan: Plan, timeout_s: float) -> Iterator[torch.device]:
             f"{world} processes were started for a plan of {len(plan.devices)} workers; start one per worker "
             f"(torchrun --nnodes ... --nproc-per-node ... so that the product is {len(plan.devices)})"
         )
-    device = choose_device(plan, local)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
-    yield device
+    with share_of_machine(plan.profile.threads, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) as device:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+        yield device
     # Only a worker that has done its part says goodbye: one that fails reports first, and its exit tells the others.
     dist.destroy_process_group()
-
-
-def choose_device(plan: Plan, local_rank: int) -> torch.device:
-    """The GPU of this local rank where there is one; else a set of cores of its own, if there are enough."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise PlanError(
-                f"worker {local_rank} of this host has no GPU of its own: there are {torch.cuda.device_count()}; "
-                "plan for as many, or start fewer workers here"
-            )
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
-    threads = plan.profile.threads
-    torch.set_num_threads(threads)
-    cores = sorted(os.sched_getaffinity(0))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if len(cores) >= local_world * threads:
-        os.sched_setaffinity(0, cores[local_rank * threads : (local_rank + 1) * threads])
-    return torch.device("cpu")
 
 
 class _Training:

@@ -1,0 +1,73 @@
+"""What the documents show is run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from penstock.cluster import load_cluster, parse_cluster
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.mark.processes
+def test_the_readmes_job_and_commands_work(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(blocks(README, "python")[0])
+    commands = re.findall(r"^\$ (penstock .*?)(?:\s+#.*)?$", "\n".join(blocks(README, "console")), flags=re.MULTILINE)
+    assert len(commands) == 6
+    for command in commands:
+        arguments = command.split()[1:]
+        result = subprocess.run(
+            [sys.executable, "-m", "penstock", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert result.returncode == 0, (command, result.stderr)
+    assert (tmp_path / "penstock-runs" / "latest" / "report.html").exists()
+
+
+def test_the_cluster_file_of_the_docs_and_the_example_load(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(blocks((ROOT / "docs" / "clusters.md").read_text(), "toml")[0])
+    for file in (path, ROOT / "examples" / "two-hosts.toml"):
+        cluster = load_cluster(file)
+        assert len(cluster.devices) == 8
+        assert cluster.link(0, 3).bytes_per_s == 12e9
+        assert cluster.link(3, 4).bytes_per_s == 1.25e9
+
+
+def test_the_cluster_texts_of_the_docs_parse() -> None:
+    assert len(parse_cluster("4@12GB/s,2@1.25GB/s").devices) == 8
+    assert len(parse_cluster("local:4").devices) == 4
+
+
+def test_every_link_between_documents_leads_somewhere() -> None:
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            if not target.startswith("http"):
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_example_job_is_one() -> None:
+    from penstock.runtime.jobs import load_job
+
+    assert load_job(ROOT / "examples" / "digits.py").batch_size == 32
+
+
+def test_torch_is_a_range_for_users_and_exact_for_development() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert any(re.fullmatch(r"torch>=[\d.]+,<\d+", entry) for entry in project["dependencies"])
+    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()

@@ -1,0 +1,68 @@
+"""Invariant 9: files from outside are data, never code."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+import penstock
+from penstock import codec
+from penstock.errors import FormatError
+from penstock.plan import Plan
+
+SOURCE = Path(penstock.__file__).parent
+RUNS_CODE = {"eval", "exec", "compile", "__import__"}
+LOADS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+
+
+def test_no_module_unpickles_or_evaluates() -> None:
+    """A job file, which is the user's own Python, is run by importlib in runtime/jobs.py alone."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+                assert not LOADS_CODE & {name.partition(".")[0] for name in names}, path
+                assert "importlib.util" not in names or path.name == "jobs.py", path
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                owner = getattr(getattr(node.func, "value", None), "id", "")
+                assert called not in RUNS_CODE or owner == "re", f"{path}:{node.lineno}"
+                assert (owner, called) != ("torch", "load"), f"{path}:{node.lineno}"
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (Path.touch, (Path("exploded"),))  # type: ignore[return-value]
+
+
+def test_a_pickle_in_place_of_a_plan_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plan.json"
+    path.write_bytes(pickle.dumps(Bomb(), protocol=4))
+    with pytest.raises(FormatError):
+        codec.load(Plan, path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_pickle_in_place_of_a_checkpoint_shard_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "stage-0.safetensors"
+    path.write_bytes(pickle.dumps(Bomb(), protocol=4))
+    with pytest.raises(Exception, match=r"[Hh]eader"):
+        safe_open(path, framework="pt")
+
+
+def test_a_checkpoint_index_cannot_point_outside_its_directory(tmp_path: Path) -> None:
+    from penstock.runtime.checkpoint import INDEX, Checkpoint, _Reader, read_index
+
+    outside = tmp_path / "secret.safetensors"
+    outside.write_bytes(b"")
+    directory = tmp_path / "step"
+    codec.save(
+        Checkpoint(epoch=0, minibatches=0, steps=0, files={"model/w": "../secret.safetensors"}), directory / INDEX
+    )
+    with pytest.raises(FormatError, match="no such file"):
+        _Reader(directory, read_index(directory)).get("model/w")
