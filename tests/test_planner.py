@@ -170,7 +170,7 @@ def test_microbatches_that_a_batch_cannot_give_are_refused(asked: int) -> None:
 @given(profiles(), clusters(), schedules)
 def test_a_prediction_is_what_the_simulator_says_of_the_plan(profile: Profile, cluster: Cluster, schedule: str) -> None:
     plan = make_plan(profile, cluster, schedule=schedule)
-    minibatches = 8 * len(plan.devices) + 16 if plan.is_asynchronous else 4
+    minibatches = 8 * len(plan.devices) + 16 if plan.is_asynchronous else len(plan.devices) + 4
     rate = simulate(plan, minibatches).samples_per_s
     assert plan.prediction.seconds_per_minibatch == pytest.approx(profile.batch_size / rate)
 
