@@ -174,52 +174,33 @@ class Measurement:
         leaves = {name: p.data.requires_grad_(p.requires_grad) for name, p in section.parameters.items()}
         received = [pytree.tree_map(_as_leaf, self._values[name]) for name in section.receives]
         arguments = [given[position] for position in section.reads] + received
+
+        def forward() -> tuple[tuple[Any, ...], Any]:
+            with torch.enable_grad():
+                sent, output = section.run(leaves, arguments, buffers)
+                if not section.makes_output:
+                    return sent, None
+                return sent, self.job.loss(self.captured.rebuild_output(output), target)
+
         saved = _SavedBytes(self._seen_storages, self._kept)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-            outputs = self._forward(section, leaves, buffers, arguments, target)
+            outputs = forward()
         self._values.update(zip(section.sends, outputs[0], strict=True))
-        forward_s = self._median(lambda: self._forward(section, leaves, buffers, arguments, target))
-        roots = [t for t in _tensors(outputs) if t.requires_grad]
+        forward_s = self._median(forward)
         weights = [leaf for leaf in leaves.values() if leaf.requires_grad]
         ins = [t for t in _tensors(received) if t.requires_grad]
-        backward_s = self._backward_s(section, leaves, buffers, arguments, target, ins + weights) if roots else 0.0
-        input_s = backward_s
-        if roots and weights:
-            input_s = self._backward_s(section, leaves, buffers, arguments, target, ins) if ins else 0.0
+        backward_s = self._backward_s(forward, ins + weights)
+        input_s = self._backward_s(forward, ins) if weights else backward_s
         return forward_s, min(input_s, backward_s), max(0.0, backward_s - input_s), saved.num_bytes
 
-    def _forward(
-        self,
-        section: Section,
-        leaves: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        arguments: list[Any],
-        target: Any,
-    ) -> tuple[tuple[Any, ...], Any]:
-        with torch.enable_grad():
-            given = {local: leaves[name] for name, locals_ in section.local_names.items() for local in locals_}
-            sent, output = torch.func.functional_call(
-                section.module, given | buffers, tuple(arguments), tie_weights=False
-            )
-            return sent, self.job.loss(self.captured.rebuild_output(output), target) if section.makes_output else None
-
-    def _backward_s(
-        self,
-        section: Section,
-        leaves: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        arguments: list[Any],
-        target: Any,
-        wanted: list[Tensor],
-    ) -> float:
+    def _backward_s(self, forward: Callable[[], Any], wanted: list[Tensor]) -> float:
         """Seconds of the backward to ``wanted``; each repeat on a graph of its own, as in training."""
-        if not wanted:
-            return 0.0
         times = []
         seeds: list[Tensor] = []
         for repeat in range(self.repeats + 1):
-            outputs = self._forward(section, leaves, buffers, arguments, target)
-            roots = [t for t in _tensors(outputs) if t.requires_grad]
+            roots = [t for t in _tensors(forward()) if t.requires_grad]
+            if not wanted or not roots:
+                return 0.0
             seeds = seeds or [torch.ones_like(root) for root in roots]
             start_s = self.clock()
             torch.autograd.grad(roots, wanted, seeds, allow_unused=True)

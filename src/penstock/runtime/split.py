@@ -36,11 +36,13 @@ class Section:
     buffers: Mapping[str, Tensor]
     """by the model's own names; the module updates them in place"""
 
-    def run(self, leaves: Mapping[str, Tensor], arguments: Iterable[Any]) -> tuple[tuple[Any, ...], Any]:
-        """Compute with the given tensors in place of the parameters."""
+    def run(
+        self, leaves: Mapping[str, Tensor], arguments: Iterable[Any], buffers: Mapping[str, Tensor] | None = None
+    ) -> tuple[tuple[Any, ...], Any]:
+        """Compute with the given tensors in place of the parameters, and of buffers by the module's names."""
         given = {local: leaves[name] for name, locals_ in self.local_names.items() for local in locals_}
         result: tuple[tuple[Any, ...], Any] = torch.func.functional_call(
-            self.module, given, tuple(arguments), tie_weights=False
+            self.module, given | dict(buffers or {}), tuple(arguments), tie_weights=False
         )
         return result
 
