@@ -163,6 +163,34 @@ def test_a_cut_before_an_overwriting_operation_changes_nothing() -> None:
     assert received[0].grad is not None
 
 
+class ReadThenOverwritten(nn.Module):
+    """``early`` reads a value before it is overwritten; nothing but the order says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.early = nn.Linear(4, 4)
+        self.overwrite = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        kept = self.early(h)
+        return kept + self.overwrite(h)
+
+
+def test_a_cut_may_run_a_reader_after_the_stage_that_overwrites_what_it_reads() -> None:
+    model, x = ReadThenOverwritten(), torch.randn(4, 4)
+    splitter = Splitter(capture(model, x))
+    names = [layer.name for layer in splitter.captured.layers]
+    late = [names.index("early"), *(i for i, name in enumerate(names) if name.startswith("add") or name == "loss")]
+    first = splitter.section([i for i in range(len(names)) if i not in late])
+    second = splitter.section(late)
+    sent, _ = first.run(first.parameters, [x])
+    values = dict(zip(first.sends, sent, strict=True))
+    _, output = second.run(second.parameters, [values[name] for name in second.receives])
+    torch.testing.assert_close(splitter.captured.rebuild_output(output), model(x))
+
+
 def test_a_middle_stage_takes_the_batch_size_from_what_it_receives() -> None:
     from penstock.workloads.models import CharacterModel
 

@@ -16,11 +16,16 @@ from builders import chain_profile
 from penstock import codec
 from penstock.cli.app import app
 from penstock.cluster import parse_cluster
+from penstock.formats import PLAN_FORMATS, plan_text, read_profile
+from penstock.plan import Plan
 from penstock.planner import make_plan
+from penstock.profile import Profile
 
 OPTIONS = {
     "profile": ["JOB", "--output", "--microbatch-size", "--threads", "--json"],
-    "plan": ["PROFILE", "--cluster", "--schedule", "--microbatches", "--straight", "--output", "--json"],
+    "plan": ["PROFILE", "--cluster", "--schedule", "--microbatches", "--straight", "--cost", "--output", "--json"],
+    "import": ["FILE", "--output", "--json"],
+    "export": ["PLAN", "--format", "--output"],
     "show": ["FILE", "--json"],
     "simulate": ["PLAN", "--minibatches", "--output", "--json"],
     "train": ["JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--checkpoint-every", "--timeout", "--json"],
@@ -101,6 +106,47 @@ def test_tables_fit_a_terminal_of_80_columns(plan_file: Path) -> None:
         assert len(line) <= 80
 
 
+GRAPH = """node1 -- In[/b]:x: -- forward_compute_time=0, backward_compute_time=0, activation_size=8, parameter_size=0
+node2 -- Linear(2, 2) -- forward_compute_time=2.5, backward_compute_time=5.0, activation_size=8.0, parameter_size=24.0
+\tnode1 -- node2
+"""
+
+
+def test_import_writes_a_profile_and_shows_it(tmp_path: Path) -> None:
+    graph, output = tmp_path / "graph.txt", tmp_path / "profile.json"
+    graph.write_text(GRAPH)
+    shown = invoke("import", str(graph), "--output", str(output)).output
+    assert "In[/b]:x:" in shown
+    assert codec.load(Profile, output) == read_profile(graph)
+    answer = json.loads(invoke("import", str(graph), "--output", str(output), "--json").stdout)
+    assert answer == json.loads(output.read_text())
+
+
+def test_plan_takes_the_profile_of_another_system(tmp_path: Path) -> None:
+    graph, output = tmp_path / "graph.txt", tmp_path / "plan.json"
+    graph.write_text(GRAPH)
+    invoke("plan", str(graph), "--cluster", "local:2", "--output", str(output))
+    assert codec.load(Plan, output).profile.front_end == "pipedream"
+
+
+def test_a_profile_without_any_time_can_be_planned_and_shown(tmp_path: Path) -> None:
+    graph, output = tmp_path / "graph.txt", tmp_path / "plan.json"
+    graph.write_text(GRAPH.replace("2.5", "0").replace("5.0", "0").replace("=24.0", "=0").replace("=8", "=0"))
+    invoke("plan", str(graph), "--cluster", "1@1GB/s", "--output", str(output))
+
+
+@pytest.mark.parametrize("form", PLAN_FORMATS)
+def test_export_writes_what_the_library_writes(form: str, plan_file: Path) -> None:
+    output = plan_file.with_name("exported") / form
+    assert str(output) in invoke("export", str(plan_file), "--format", form, "--output", str(output)).output
+    assert output.read_text() == plan_text(codec.load(Plan, plan_file), form)
+
+
+def test_an_export_to_where_nothing_can_be_written_says_so(plan_file: Path) -> None:
+    result = CliRunner().invoke(app, ["export", str(plan_file), "--format", "dp", "--output", str(plan_file / "x")])
+    assert "x: cannot be written" in str(result.exception)
+
+
 WRONG = {
     "no such file": (["show", "nowhere.json"], "nowhere.json: no such file"),
     "no such job": (["profile", "nowhere.py"], "nowhere.py: no such job file"),
@@ -108,6 +154,12 @@ WRONG = {
     "a job that returns something else": (["profile", "none.py"], "returned NoneType, not penstock.Job"),
     "a job with a syntax error": (["profile", "syntax.py"], "syntax.py:1:"),
     "a plan where a profile is expected": (["plan", "plan.json", "--cluster", "local:2"], "another kind of file"),
+    "a profile of no known format": (["plan", "job.py", "--cluster", "local:2"], "tried a Penstock profile"),
+    "a graph with a bad number": (
+        ["import", "bad-graph.txt"],
+        "bad-graph.txt:2: backward_compute_time: expected a number",
+    ),
+    "an unknown export": (["export", "plan.json", "--format", "x", "--output", "y"], "format 'x' is unknown"),
     "an unknown schedule": (
         ["plan", "profile.json", "--cluster", "local:2", "--schedule", "x"],
         "schedule 'x' is unknown",
@@ -115,6 +167,7 @@ WRONG = {
     "a cluster that is none": (["plan", "profile.json", "--cluster", "x"], "neither a file nor a known form"),
     "a bandwidth without a unit": (["plan", "profile.json", "--cluster", "4@12"], "a rate such as 1.25GB/s"),
     "no such run": (["report", "nowhere"], "no such run directory"),
+    "an unknown cost model": (["plan", "profile.json", "--cluster", "local:2", "--cost", "x"], "--cost x"),
     "no such benchmark": (["bench", "x"], "benchmark 'x' is unknown"),
     "a plan for another model": (["verify", "job.py", "plan.json"], "the plan is for minibatches of 8 samples"),
     "no such checkpoint": (["train", "job.py", "job-plan.json", "--resume", "nowhere"], "no such checkpoint directory"),
@@ -129,6 +182,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "none.py").write_text("def job():\n    pass\n")
     (directory / "syntax.py").write_text("def job(:\n")
     (directory / "job.py").write_text(JOB)
+    (directory / "bad-graph.txt").write_text(GRAPH.replace("5.0", "five"))
     profile = chain_profile([1e-3] * 6)
     codec.save(profile, directory / "profile.json")
     plan = make_plan(profile, parse_cluster("local:2"))

@@ -6,6 +6,7 @@ and names the file and the field in the error; it builds values and never runs c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -72,14 +73,19 @@ def loads(cls: type[S], text: str, source: str) -> S:
 
 
 def save(value: Stored, path: Path) -> None:
-    """Write a value so that a reader never sees half a file."""
+    write_text(dumps(value) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file so that a reader never sees half of it."""
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(dumps(value) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise FormatError(f"{path}: cannot be written: {error.strerror}") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -136,3 +137,35 @@ class PlanCosts:
             devices = self.plan.devices
             self._messages[key] = self.model.transfer_s(num_bytes, devices[sender], devices[receiver])
         return self._messages[key]
+
+    def stage_s(self, stage: int) -> float:
+        """Seconds per microbatch of a stage in steady state, its updates and averaging shared out; no waiting."""
+        workers = self.plan.pipeline.workers[stage]
+        forward_s, backward_s, step_s = (
+            max(self._compute[worker][kind] for worker in workers) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)
+        )
+        per_round = len(workers) if self.plan.is_asynchronous else self.plan.microbatches
+        return (forward_s + backward_s) / len(workers) + (step_s + self.sync_s(stage)) / per_round
+
+    def bottleneck_s(self) -> float:
+        """No schedule of the plan's stages is faster per microbatch: the slowest stage, or the slowest link."""
+        pipeline = self.plan.pipeline
+        slowest_s = max(self.stage_s(stage) for stage in range(pipeline.num_stages))
+        for stage, sources in enumerate(pipeline.reads):
+            for source in sources:
+                senders, receivers = pipeline.workers[source], pipeline.workers[stage]
+                there = self.message_s(Action(source, Kind.FORWARD, 0), senders[0], stage, receivers[0])
+                back = self.message_s(Action(stage, Kind.BACKWARD, 0), receivers[0], source, senders[0])
+                pairs = len(senders) * len(receivers) // math.gcd(len(senders), len(receivers))
+                slowest_s = max(slowest_s, max(there, back) / pairs)
+        return slowest_s
+
+    def minibatch_s(self) -> float:
+        """About how long a minibatch takes: its microbatches at the bottleneck's pace, and filling the pipeline."""
+        if self.plan.is_asynchronous:
+            return self.bottleneck_s()
+        fill_s = sum(
+            self._compute[workers[0]][Kind.FORWARD] + self._compute[workers[0]][Kind.BACKWARD]
+            for workers in self.plan.pipeline.workers[:-1]
+        )
+        return self.plan.microbatches * self.bottleneck_s() + fill_s

@@ -43,6 +43,11 @@ class Layer:
         if self.saved_bytes < 0:
             raise GraphError(f"layer {self.id} ({self.name}): saved_bytes is {self.saved_bytes}; sizes are 0 or more")
 
+    @property
+    def is_input(self) -> bool:
+        """A model input in an imported graph: any stage that reads it loads it for itself, so it costs nothing."""
+        return self.kind.startswith("Input")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:

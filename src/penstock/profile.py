@@ -59,6 +59,11 @@ class Profile:
                     f"seconds.{kind}: {len(costs)} entries for {len(self.graph.layers)} layers; each layer has one"
                 )
 
+    def compute_s(self, kind: str) -> tuple[float, ...]:
+        """Forward and backward of each of graph.layers on one microbatch."""
+        rows = self.seconds_on(kind)
+        return tuple(row.forward_s + row.backward_input_s + row.backward_weight_s for row in rows)
+
     def seconds_on(self, kind: str) -> tuple[LayerSeconds, ...]:
         if kind in self.seconds:
             return self.seconds[kind]

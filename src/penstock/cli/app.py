@@ -18,8 +18,10 @@ import typer
 from penstock import __version__, codec
 from penstock.cli import show as shown
 from penstock.cluster import parse_cluster
-from penstock.errors import FormatError, PenstockError, WorkerError
+from penstock.errors import FormatError, PenstockError, PlanError, WorkerError
+from penstock.formats import plan_text, read_profile
 from penstock.plan import Plan
+from penstock.planner.pipedream import PipeDreamOptions, pipedream_plan
 from penstock.profile import Profile
 from penstock.run import RunDirectory
 from penstock.trace import Trace
@@ -90,18 +92,63 @@ def profile(
 
 @app.command(epilog="Example: penstock plan profile.json --cluster local:2 --output plan.json")
 def plan(
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="profile file, from `penstock profile`")],
+    profile: Annotated[
+        Path, typer.Argument(metavar="PROFILE", help="profile file, or one that `penstock import` reads")
+    ],
     cluster: ClusterText,
     schedule: ScheduleName = "pipedream",
     microbatches: Microbatches = None,
     straight: Annotated[bool, typer.Option("--straight", help="one replica per stage")] = False,
+    cost: Annotated[
+        str, typer.Option(help="default, or pipedream: that system's own formulas, for comparison")
+    ] = "default",
     output: Annotated[Path, typer.Option(help="where to write the plan")] = Path("plan.json"),
     as_json: Json = False,
 ) -> None:
     """Find the best stages, replicas and placement for a profile on a cluster."""
-    made = _plan(codec.load(Profile, profile), cluster, schedule, microbatches, straight)
+    read = read_profile(profile)
+    if cost == "default":
+        made = _plan(read, cluster, schedule, microbatches, straight)
+    elif cost == "pipedream" and schedule == "pipedream" and microbatches is None:
+        made = pipedream_plan(read, parse_cluster(cluster), PipeDreamOptions(straight=straight))
+    else:
+        raise PlanError(f"--cost {cost} with --schedule {schedule}: choose default, or pipedream with its own schedule")
     codec.save(made, output)
     _answer(shown.plan_answer(made), as_json, lambda: shown.plan_table(made), f"plan written to {output}")
+
+
+@app.command("import", epilog="Example: penstock import graph.txt --output profile.json")
+def import_profile(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="PipeDream graph.txt, SparsePipe server file, dnn-partitioning JSON or a profile"
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="where to write the profile")] = Path("profile.json"),
+    as_json: Json = False,
+) -> None:
+    """Turn another system's profile into one of Penstock's."""
+    made = read_profile(file)
+    codec.save(made, output)
+    _answer(made, as_json, lambda: shown.profile_table(made), f"profile written to {output}")
+
+
+@app.command("export", epilog="Example: penstock export plan.json --format graph --output graph.txt")
+def export_plan(
+    plan: PlanFile,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="graph (graph.txt with stages), hybrid, dp or mp (PipeDream's conf.json), dynpipe (partition)",
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="where to write it")],
+) -> None:
+    """Write a plan as another system's file."""
+    codec.write_text(plan_text(codec.load(Plan, plan), form), output)
+    typer.echo(f"{form} written to {output}")
 
 
 @app.command(epilog="Example: penstock show plan.json")

@@ -19,7 +19,8 @@ from penstock.units import show_bytes, show_seconds
 
 
 def print_table(table: Table) -> None:
-    Console().print(table)
+    # Names come from files: they are neither markup nor emoji.
+    Console(markup=False, emoji=False).print(table)
 
 
 def profile_table(profile: Profile) -> Table:
@@ -38,7 +39,7 @@ def profile_table(profile: Profile) -> Table:
         times = (row.forward_s, row.backward_input_s, row.backward_weight_s)
         table.add_row(
             layer.name,
-            layer.kind,
+            layer.kind.partition("(")[0],  # an imported kind has the module's arguments with it
             *map(show_seconds, times),
             show_bytes(weights),
             show_bytes(layer.saved_bytes),
@@ -103,7 +104,8 @@ def plan_table(plan: Plan) -> Table:
     for column in ("in flight", "compute", "weights", "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     stages = answer["stages"]
-    load = [(s["forward_s"] + s["backward_s"] + s["update_s"]) / len(s["devices"]) for s in stages]
+    costs = PlanCosts(plan)
+    load = [costs.stage_s(index) for index in range(len(stages))]
     for index, stage in enumerate(stages):
         slowest = len(stages) > 1 and load[index] == max(load)
         table.add_row(
@@ -121,8 +123,9 @@ def _summary(answer: dict[str, Any]) -> str:
     speedup = answer["speedup_over_data_parallel"]
     beside = f"{speedup:.2f}x data parallelism; " if speedup is not None else ""
     rate = answer["samples_per_s"]
+    rate = f"{rate:.1f} samples/s" if rate is not None else "no time at all, as the profile has none"
     star = "; * slowest stage" if len(answer["stages"]) > 1 else ""
-    return f"predicted {rate:.1f} samples/s; {beside}{answer['gap']:.0%} above the lower bound{star}"
+    return f"predicted {rate}; {beside}{answer['gap']:.0%} above the lower bound{star}"
 
 
 def trace_answer(trace: Trace) -> dict[str, Any]:

@@ -5,14 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.cluster import Cluster
-from penstock.cost import CostModel
+from penstock.cost import CostModel, PlanCosts
 from penstock.errors import PlanError
 from penstock.plan import Plan, Prediction, Stage
-from penstock.planner.contiguous import ContiguousCuts
+from penstock.planner.downsets import find_downsets, layer_weights
+from penstock.planner.search import StageSearch
 from penstock.profile import Profile
 from penstock.schedule import default_depth, family
 from penstock.simulate import simulate
 from penstock.units import show_bytes
+
+SIMULATED = 4
+"""Cuts that are simulated: those that promise most by the cost model alone."""
+CLOSE_ENOUGH = 1.01
+"""A hundredth is not worth more memory."""
+
+Scored = tuple[float, Plan]
+"""Seconds per minibatch, and the plan that takes them."""
 
 
 def make_plan(
@@ -31,8 +40,10 @@ def make_plan(
     count = _microbatches(profile, cluster, schedule, microbatches)
     costs = CostModel(profile=profile, cluster=cluster, microbatch_size=profile.batch_size / count)
     kind = family(schedule)
-    cuts = ContiguousCuts(
+    weights = layer_weights(profile.graph, profile.compute_s(cluster.devices[0].kind))
+    search = StageSearch(
         costs=costs,
+        downsets=find_downsets(profile.graph, weights),
         asynchronous=kind.asynchronous,
         microbatches=count,
         straight=straight,
@@ -55,21 +66,46 @@ def make_plan(
             seconds_per_minibatch=0.0, lower_bound_s=bound_s, data_parallel_s=None, one_device_s=None
         ),
     )
-    scored = [
-        (seconds, plan)
-        for stages in (*baselines.values(), *cuts.candidates())
-        if (plan := _complete(draft, stages, costs)) and (seconds := _seconds_per_minibatch(plan)) >= 0
-    ]
+    cuts = [plan for stages in search.candidates() if (plan := _complete(draft, stages, costs))]
+    cuts.sort(key=lambda plan: (PlanCosts(plan).minibatch_s(), len(plan.devices)))
+    known = {name: _complete(draft, stages, costs) for name, stages in baselines.items()}
+    plain = {name: _simulated(plan) for name, plan in known.items() if plan}
+    scored = [*plain.values(), *(_deepened(plan, costs) for plan in cuts[:SIMULATED])]
     if not scored:
         raise PlanError(_explain_too_large(costs))
-    of_stages = {plan.stages: seconds for seconds, plan in scored}
-    known = {
-        name: next((s for stages_, s in of_stages.items() if _same_cut(stages_, stages)), None)
-        for name, stages in baselines.items()
-    }
     eligible = [item for item in scored if not straight or all(len(stage.devices) == 1 for stage in item[1].stages)]
     seconds, best = min(eligible or scored, key=lambda item: (item[0], len(item[1].devices)))
-    return replace(best, prediction=Prediction(seconds_per_minibatch=seconds, lower_bound_s=bound_s, **known))
+    beside = {name: plain[name][0] if name in plain else None for name in baselines}
+    return replace(best, prediction=Prediction(seconds_per_minibatch=seconds, lower_bound_s=bound_s, **beside))
+
+
+def _deepened(plan: Plan, costs: CostModel) -> Scored:
+    """More microbatches in flight than PipeDream's rule, where that brings an uneven pipeline nearer its bottleneck.
+
+    The last stage needs none; the others get enough for so many more rounds of the widest stage.
+    """
+    best = _simulated(plan)
+    if not plan.is_asynchronous or len({len(stage.devices) for stage in plan.stages}) == 1:
+        return best
+    widest = max(len(stage.devices) for stage in plan.stages)
+    goal_s = PlanCosts(plan).bottleneck_s()
+    for rounds in (1, 2, 4):
+        if best[0] <= goal_s * CLOSE_ENOUGH:
+            break
+        stages = [
+            replace(stage, in_flight=default_depth(plan.pipeline, index, extra=rounds * widest))
+            for index, stage in enumerate(plan.stages)
+        ]
+        if not all(_fits(stage, costs, asynchronous=True) for stage in stages):
+            break
+        deeper = _simulated(replace(plan, stages=tuple(stages)))
+        if deeper[0] < best[0] / CLOSE_ENOUGH:
+            best = deeper
+    return best
+
+
+def _simulated(plan: Plan) -> Scored:
+    return _seconds_per_minibatch(plan), plan
 
 
 def _microbatches(profile: Profile, cluster: Cluster, schedule: str, asked: int | None) -> int:
@@ -94,11 +130,13 @@ def _complete(draft: Plan, stages: tuple[Stage, ...], costs: CostModel) -> Plan 
     elif not kind.asynchronous:
         depths = [min(depth, limit) for depth, limit in zip(depths, own, strict=True)]
     stages = tuple(replace(stage, in_flight=depth) for stage, depth in zip(stages, depths, strict=True))
-    for stage in stages:
-        need = costs.stage_memory_bytes(stage, versions=stage.in_flight if kind.asynchronous else 1)
-        if any(need > (costs.cluster.devices[device].memory_bytes or need) for device in stage.devices):
-            return None
-    return replace(plan, stages=stages)
+    fits = all(_fits(stage, costs, asynchronous=kind.asynchronous) for stage in stages)
+    return replace(plan, stages=stages) if fits else None
+
+
+def _fits(stage: Stage, costs: CostModel, *, asynchronous: bool) -> bool:
+    need = costs.stage_memory_bytes(stage, versions=stage.in_flight if asynchronous else 1)
+    return all(need <= (costs.cluster.devices[device].memory_bytes or need) for device in stage.devices)
 
 
 def _seconds_per_minibatch(plan: Plan) -> float:
@@ -126,10 +164,6 @@ def _fastest_device(costs: CostModel, in_flight: int) -> int:
         return too_small, costs.forward_s(ids, device) + costs.backward_s(ids, device)
 
     return min(range(len(devices)), key=rank)
-
-
-def _same_cut(first: tuple[Stage, ...], second: tuple[Stage, ...]) -> bool:
-    return [(s.layers, s.devices) for s in first] == [(s.layers, s.devices) for s in second]
 
 
 def _explain_too_large(costs: CostModel) -> str:

@@ -132,11 +132,10 @@ def _stage(costs: PlanCosts, index: int) -> dict[str, Any]:
     plan, stage = costs.plan, costs.plan.stages[index]
     layers, names = _in_order(plan, stage), plan.profile.graph.by_id
     workers = plan.pipeline.workers[index]
-    forward_s, backward_s, step_s = (
+    forward_s, backward_s = (
         max(costs.compute_s(Action(index, kind, 0), worker) for worker in workers)
-        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
     )
-    per_round = len(workers) if plan.is_asynchronous else plan.microbatches
     return {
         "first": names[layers[0]].name,
         "last": names[layers[-1]].name,
@@ -147,7 +146,7 @@ def _stage(costs: PlanCosts, index: int) -> dict[str, Any]:
         "forward_s": forward_s,
         "backward_s": backward_s,
         "bottleneck": False,
-        "microbatch_s": (forward_s + backward_s) / len(workers) + (step_s + costs.sync_s(index)) / per_round,
+        "microbatch_s": costs.stage_s(index),
     }
 
 

@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from penstock import codec
 from penstock.plan import Plan
 from penstock.report.content import report_content
 from penstock.run import Result
@@ -21,10 +22,7 @@ _SLOT = re.compile(r"\{\{(\w+)\}\}")
 def write_report(path: Path, *, plan: Plan, measured: Trace, simulated: Trace, result: Result) -> None:
     """Write a self-contained page; ``simulated`` is the simulator's trace of the same plan."""
     content = report_content(plan=plan, measured=measured, simulated=simulated, result=result)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(_page(content), encoding="utf-8")
-    partial.replace(path)
+    codec.write_text(_page(content), path)
 
 
 def _page(content: dict[str, Any]) -> str:

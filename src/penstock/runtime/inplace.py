@@ -31,16 +31,22 @@ def mutated_arguments(node: fx.Node, root: nn.Module | None = None) -> list[fx.N
 
 
 def read_after_write(graph: fx.Graph, root: nn.Module) -> None:
-    """Make whoever reads an overwritten value read the result of the overwriting instead, which is the same tensor.
+    """Leave the order of operations to the edges alone, so that a cut may fall between any two.
 
-    After this the order of operations is in the edges alone, and a cut may fall between the two.
+    Whoever reads a value after it is overwritten reads the result of the overwriting instead, which is the same
+    tensor. Where others read it before, what is overwritten is a copy: a cut could make them read later.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         for written in mutated_arguments(node, root):
             if written.op != "get_attr":
-                for user in [user for user in written.users if position[user] > position[node]]:
+                for user in [user for user in written.users if position.get(user, -1) > position[node]]:
                     user.replace_input_with(written, node)
+                if len(written.users) > 1:
+                    with graph.inserting_before(node):
+                        copy = graph.call_method("clone", (written,))
+                    copy.meta = dict(node.meta)
+                    node.replace_input_with(written, copy)
 
 
 def base_of(node: fx.Node) -> fx.Node:

@@ -47,15 +47,20 @@ def family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def default_depth(pipeline: Pipeline, stage: int) -> int:
+def default_depth(pipeline: Pipeline, stage: int, extra: int = 0) -> int:
     """Microbatches that a replica keeps in flight so that those behind it never starve.
 
     PipeDream (section 3.2) divides the workers from this stage on by the stage's replicas; rounding up instead of
     down lets fewer replicas feed more. It is enough where all stages have as many replicas; an unevenly replicated
-    pipeline may want more in flight, which a plan can say.
+    pipeline may want ``extra`` microbatches more at every stage but the last. Replicas times (depth - 1) must not grow
+    from a stage to a later one, or an asynchronous schedule deadlocks: a round could wait for a microbatch that is
+    only sent after it. Rounding up once, here, keeps to that.
     """
-    behind = sum(len(replicas) for replicas in pipeline.workers[stage:])
-    return -(-behind // len(pipeline.workers[stage]))
+    replicas = len(pipeline.workers[stage])
+    if stage == pipeline.num_stages - 1:
+        return 1
+    behind = sum(len(workers) for workers in pipeline.workers[stage:])
+    return -(-(behind + extra) // replicas)
 
 
 def build_schedule(

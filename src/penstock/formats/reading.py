@@ -1,0 +1,99 @@
+"""What all readers share: lines with numbers, strict numbers, JSON with the field named, cycles."""
+
+from __future__ import annotations
+
+import graphlib
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from penstock import codec
+from penstock.errors import FormatError, PenstockError
+from penstock.profile import LayerSeconds
+
+T = TypeVar("T")
+
+MAX_DEVICES = 65_536
+"""A file that asks for more is damaged; believing it would fill the memory."""
+
+MILLI = -3
+"""Decimal places between a file's milliseconds and seconds."""
+
+_NUMBER = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(?:[eE]([-+]?[0-9]{1,4}))?")
+_SHOWN = 60
+
+
+def numbered_lines(text: str, source: str) -> list[tuple[int, str]]:
+    """The lines that hold something, with their numbers from 1; trailing blanks are cut off."""
+    lines = [(number, line.rstrip()) for number, line in enumerate(text.split("\n"), start=1)]
+    found = [(number, line) for number, line in lines if line]
+    if not found:
+        raise FormatError(f"{source}: empty; nothing to read")
+    return found
+
+
+def parse_amount(text: str, where: str, places: int = 0) -> float:
+    """A number of 0 or more; ``places`` shifts its decimal point, exactly, so 18.335 ms is the float 0.018335."""
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        raise FormatError(f"{where}: expected a number such as 10.814, found {shorten(text)!r}")
+    number = float(f"{match[1]}e{int(match[2] or 0) + places}") + 0.0  # no negative zero
+    return checked_amount(number, where)
+
+
+def checked_amount(number: float, where: str) -> float:
+    if not (math.isfinite(number) and number >= 0):
+        raise FormatError(f"{where}: {number} is no time or size; expected a finite number of 0 or more")
+    return number
+
+
+def parse_count(text: str, where: str, most: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        raise FormatError(f"{where}: expected a whole number from 1 to {most}, found {shorten(text)!r}")
+    return int(text)
+
+
+def decode_json(cls: type[T], text: str, source: str) -> T:
+    """A dataclass whose fields are the file's own keys."""
+    return decode_data(cls, load_json(text, source), source)
+
+
+def decode_data(cls: type[T], data: Any, source: str) -> T:
+    try:
+        return codec.decode(cls, data)
+    except PenstockError as error:
+        raise type(error)(f"{source}: {error}") from None
+
+
+def load_json(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise FormatError(f"{source}: not JSON ({place}); correct it there or write it again") from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{source}: not JSON that can be read ({error}); write it again") from None
+
+
+def layer_seconds(forward_s: float, backward_s: float, has_parameters: bool) -> LayerSeconds:
+    """The originals time a backward as a whole: half of it is for the weights, where there are any."""
+    weight_s = backward_s / 2 if has_parameters else 0.0
+    return LayerSeconds(forward_s=forward_s, backward_input_s=backward_s - weight_s, backward_weight_s=weight_s)
+
+
+def find_cycle(successors: Mapping[T, Collection[T]]) -> tuple[T, ...]:
+    """The nodes of one cycle in the direction of the edges, first and last the same; empty where there is none."""
+    # graphlib wants predecessors; fed with successors it finds the same cycles, told in reverse.
+    try:
+        graphlib.TopologicalSorter(successors).prepare()
+    except graphlib.CycleError as error:
+        return tuple(reversed(error.args[1]))
+    return ()
+
+
+def shorten(text: str) -> str:
+    """For an error, which is one line whatever the file holds."""
+    shown = "".join(letter if letter.isprintable() or letter == "\t" else "?" for letter in text)
+    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."

@@ -1,0 +1,69 @@
+"""Reads whatever profile a file holds, known by its content rather than by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock import codec
+from penstock.errors import FormatError, PenstockError
+from penstock.formats.dnn_partitioning import parse_placement
+from penstock.formats.pipedream_graph import SEPARATOR, parse_graph
+from penstock.formats.reading import decode_data, load_json, numbered_lines
+from penstock.formats.sparsepipe import merge_kinds, parse_servers, profile_paths
+from penstock.profile import Profile
+
+_TRIED = (
+    f"a Penstock profile (JSON with format {Profile.FORMAT!r}), a PipeDream graph.txt (node -- description -- times), "
+    "a dnn-partitioning graph (JSON with nodes and edges), a SparsePipe server file (a line Server0, then devices)"
+)
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a file of any format that Penstock can import."""
+    text, source = codec.read_text(path), str(path)
+    _, first = numbered_lines(text, source)[0]
+    if first.lstrip().startswith("{"):
+        return _from_json(load_json(text, source), text, path)
+    if SEPARATOR in first:
+        return parse_graph(text, source=source, model=_model_name(path))[0]
+    if first.startswith("Server"):
+        return _from_servers(text, path)
+    raise FormatError(f"{path}: no profile that Penstock knows; tried {_TRIED}")
+
+
+def _from_json(data: Any, text: str, path: Path) -> Profile:
+    if "format" in data:
+        return decode_data(Profile, data, str(path))
+    if "nodes" in data and "edges" in data:
+        return parse_placement(text, source=str(path), model=_model_name(path))[0]
+    raise FormatError(f"{path}: JSON, but no profile that Penstock knows; tried {_TRIED}")
+
+
+def _from_servers(text: str, path: Path) -> Profile:
+    profiles = {}
+    for kind, profile_path in profile_paths(parse_servers(text, str(path))).items():
+        found, graph = _find(path, profile_path)
+        profiles[kind] = parse_graph(graph, source=str(found), model=_model_name(path), kind=kind)[0]
+    try:
+        return merge_kinds(profiles)
+    except PenstockError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _find(server_file: Path, profile_path: str) -> tuple[Path, str]:
+    """A profile beside the server file, or a directory above it, from where SparsePipe's own files name theirs."""
+    problems = []
+    for directory in (server_file.parent, server_file.parent / ".."):
+        try:
+            return directory / profile_path, codec.read_text(directory / profile_path)
+        except FormatError as error:
+            problems.append(str(error))
+    raise FormatError(
+        f"{server_file}: {'; '.join(dict.fromkeys(problems))}; paths start at the server file's directory"
+    )
+
+
+def _model_name(path: Path) -> str:
+    """The file's name, or its directory's where it is one of the many called graph.txt."""
+    return path.stem if path.stem != "graph" else path.absolute().parent.name or path.stem
