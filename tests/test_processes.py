@@ -95,6 +95,9 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path: Path) -> None:
     penstock("train", job, plans[1], "--run-dir", second.path, "--resume", through.checkpoints / "step-00000004")
     newest = [run.newest_checkpoint() for run in (through, second)]
     assert [path.name for path in newest if path] == ["step-00000012", "step-00000012"]
+    again = penstock("train", job, plans[1], "--resume", newest[0], "--run-dir", tmp_path / "again", check=False)
+    assert again.returncode == 2
+    assert "nothing is left to train: the checkpoint has all 2 epochs" in again.stderr
     one, two = (tensors_of(path) for path in newest if path)
     assert set(one) == set(two)
     for key, tensor in one.items():
@@ -112,7 +115,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_train_without_a_plan_profiles_and_plans(tmp_path: Path) -> None:
     job = write_job(tmp_path, "conv", samples=16, epochs=1)
-    answer = json.loads(penstock("train", job, "--run-dir", tmp_path / "run", "--json").stdout.splitlines()[-1])
+    answer = json.loads(penstock("train", job, "--run-dir", tmp_path / "run", "--json").stdout)
     assert answer["samples"] == 16
 
 

@@ -225,7 +225,8 @@ def train(
         return
     if plan is None:
         made = _plan(_profile(job, None, 1), cluster)
-        shown.print_table(shown.plan_table(made))
+        if not as_json:
+            shown.print_table(shown.plan_table(made))
         codec.save(made, directory.plan)
         plan = directory.plan
     workers.train(job, plan, options)

@@ -111,12 +111,23 @@ def plan_table(plan: Plan) -> Table:
         table.add_row(
             f"{index} *" if slowest else str(index),
             f"{stage['first_layer']} .. {stage['last_layer']} ({len(stage['layers'])})",
-            ", ".join(map(str, stage["devices"])),
+            _ranges(stage["devices"]),
             str(stage["in_flight"]),
             show_seconds(stage["forward_s"] + stage["backward_s"] + stage["update_s"]),
             *(show_bytes(stage[key]) for key in ("parameter_bytes", "memory_bytes")),
         )
     return table
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0-3, 8: as people write them."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _summary(answer: dict[str, Any]) -> str:

@@ -42,10 +42,8 @@ class ProgressLine:
         losses = [report.loss for report in reports if report.loss is not None]
         loss = f"loss {sum(losses) / len(losses):.4f}" if losses else "loss -"
         busy = " ".join(f"{report.busy:.0%}" for report in reports)
-        return (
-            f"{samples / self.total:4.0%}  {loss}  {samples / elapsed_s if elapsed_s > 0 else 0:.1f} samples/s  "
-            f"workers busy {busy}  {elapsed_s:.0f} s"
-        )
+        done, rate = samples / max(1, self.total), samples / elapsed_s if elapsed_s > 0 else 0.0
+        return f"{done:4.0%}  {loss}  {rate:.1f} samples/s  workers busy {busy}  {elapsed_s:.0f} s"
 
     def close(self) -> None:
         if self._live and self._width:

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from penstock import codec
-from penstock.errors import PlanError, WorkerError
+from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.run import Result, RunDirectory
 from penstock.runtime import checkpoint
-from penstock.runtime.assemble import Assembly, assemble, check_job, make_epoch
+from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
 from penstock.runtime.progress import ProgressLine, Report
@@ -49,7 +49,6 @@ class Options:
 def train_worker(job: Job, plan: Plan, options: Options) -> None:
     """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
     with worker_process(plan, options.timeout_s) as device:
-        check_job(job, plan)
         transport = TorchTransport(sync_groups(plan))
         assembly = assemble(
             job,
@@ -59,6 +58,7 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
             device=device,
             timeout_s=options.timeout_s,
         )
+        torch.manual_seed(hash((job.seed, transport.rank)) % 2**63)  # else replicas would drop out the same units
         gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
         _Training(assembly, options).run()
 
@@ -98,10 +98,12 @@ class _Training:
         self._origin_s = 0.0
         self._rounds = 0
         self._meetings = 0
-        self._line = ProgressLine(self._total_samples()) if self.rank == 0 and not options.quiet else None
+        self._line: ProgressLine | None = None
 
     def run(self) -> None:
         done = self._restore()
+        if self.rank == 0 and not self.options.quiet:
+            self._line = ProgressLine(self._samples_left(done))
         self._origin_s = self._meet()
         self.worker.clock = lambda: time.perf_counter() - self._origin_s
         for number in range(done.epoch, self.job.epochs):
@@ -113,6 +115,10 @@ class _Training:
                 done = self._checkpoint(part, done.steps)
         if self._line:
             self._line.close()
+        if not self.sizes:
+            raise JobError(
+                f"nothing is left to train: the checkpoint has all {self.job.epochs} epochs; raise Job.epochs"
+            )
         self._hand_in()
 
     def _run_part(self, part: Epoch) -> None:
@@ -153,8 +159,9 @@ class _Training:
             reports = [Report(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
             self._line.show(reports, elapsed_s)
 
-    def _total_samples(self) -> int:
-        return len(self.job.data) * self.job.epochs
+    def _samples_left(self, done: checkpoint.Checkpoint) -> int:
+        under_way = len(self.job.data) - min(done.minibatches * self.job.batch_size, len(self.job.data))
+        return under_way + len(self.job.data) * (self.job.epochs - done.epoch - 1)
 
     def _meet(self) -> float:
         """Wait for all workers; returns the moment, which all take as the same."""
