@@ -193,7 +193,7 @@ def simulate(
 
 @app.command(
     epilog="Examples: penstock train train.py plan.json; penstock train train.py --cluster local:2; on several hosts: "
-    "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint host0:29500 --rdzv-backend c10d "
+    "torchrun --nnodes 2 --node-rank 0 --master-addr host0 --nproc-per-node 4 "
     "-m penstock train train.py plan.json"
 )
 def train(
