@@ -42,11 +42,14 @@ class JobFeed:
         return self.captured.bind(inputs), target
 
 
-def capture_for_plan(job: Job, plan: Plan) -> Splitter:
-    """The job's model, captured as it was for the plan's profile."""
+def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> Splitter:
+    """The job's model, captured as it was for the plan's profile, on the device where it will run.
+
+    On the device already, because a graph remembers where the constants it makes were.
+    """
     check_job(job, plan)
     inputs, _ = load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0)
-    splitter = Splitter(capture(job.model, inputs))
+    splitter = Splitter(capture(job.model.to(device), to_device(inputs, device)))
     check_same_model(splitter, (layer.name for layer in plan.profile.graph.layers), "the plan")
     return splitter
 
@@ -105,11 +108,10 @@ def assemble(
     timeout_s: float,
 ) -> Assembly:
     """The worker of ``transport.rank``: its section of the model, its ends of the channels, its share of the sync."""
-    splitter = capture_for_plan(job, plan)
+    splitter = capture_for_plan(job, plan, device)
     pipeline = plan.pipeline
     index = pipeline.stage_of[transport.rank]
     section = splitter.section(plan.stages[index].layers)
-    section.module.to(device)
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
     weights = Weights(section.parameters, job.optimizer)
     rebuild = splitter.captured.rebuild_output
