@@ -173,11 +173,13 @@ def test_microbatches_that_a_batch_cannot_give_are_refused(asked: int) -> None:
 
 @slow_law
 @given(profiles(), clusters(), schedules)
-def test_a_prediction_is_what_the_simulator_says_of_the_plan(profile: Profile, cluster: Cluster, schedule: str) -> None:
+def test_a_prediction_is_what_a_longer_simulation_says_of_the_plan(
+    profile: Profile, cluster: Cluster, schedule: str
+) -> None:
     plan = make_plan(profile, cluster, schedule=schedule)
-    minibatches = 8 * len(plan.devices) + 16 if plan.is_asynchronous else len(plan.devices) + 4
-    rate = simulate(plan, minibatches).samples_per_s
-    assert plan.prediction.seconds_per_minibatch == pytest.approx(profile.batch_size / rate)
+    in_flight = len(plan.stages[0].devices) * plan.stages[0].in_flight
+    rate = simulate(plan, 20 * (len(plan.devices) + in_flight)).samples_per_s
+    assert plan.prediction.seconds_per_minibatch == pytest.approx(profile.batch_size / rate, rel=0.03)
 
 
 def test_a_plan_is_made_and_simulated_without_torch(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from penstock.schedule import (
     check,
     default_depth,
     dependencies,
+    depths_with_slack,
     execution_order,
     family,
     participants,
@@ -314,3 +315,21 @@ def test_the_drawing_of_a_schedule_is_what_its_builder_makes(name: str) -> None:
         shown = [f"{stage}{text}" for text in drawn.removesuffix("...").split()]
         made = [str(action) for action in programs[stage]]
         assert shown == (made[: len(shown)] if drawn.endswith("...") else made)
+
+
+@law
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 40))
+def test_depths_with_slack_never_deadlock(replicas: list[int], rounds: int, microbatches: int) -> None:
+    pipeline = pipeline_of(replicas)
+    depths = depths_with_slack(pipeline, rounds)
+    assert depths[-1] == 1
+    ahead = [count * (depth - 1) for count, depth in zip(replicas, depths, strict=True)]
+    assert ahead == sorted(ahead, reverse=True)
+    check(build_schedule("pipedream", pipeline, [1] * microbatches, depths))
+
+
+def test_a_stage_that_runs_less_ahead_than_the_next_deadlocks() -> None:
+    """Why the depths come from one rule: 8-6-1-1, the second stage deepened on its own."""
+    pipeline = pipeline_of([8, 6, 1, 1])
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        check(build_schedule("pipedream", pipeline, [1] * 200, [3, 4, 10, 1]))

@@ -18,8 +18,9 @@ from builders import (
     plans,
     slow_law,
 )
+from penstock.cost import PlanCosts
 from penstock.plan import Plan
-from penstock.schedule import Kind, dependencies
+from penstock.schedule import Kind, check, dependencies, depths_with_slack
 from penstock.simulate import simulate
 
 stage_seconds = st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4)
@@ -110,3 +111,21 @@ def test_replicas_wait_for_the_slowest_before_they_synchronise() -> None:
     plan = plan_of(profile, flat_cluster(2, bytes_per_s=100.0), [[0]], [2], microbatches=3)
     meetings = [event for event in simulate(plan, 1).events if event.action.kind is Kind.SYNC]
     assert [(e.worker, e.start_s, e.end_s) for e in meetings] == [(1, 3.0, 7.0), (0, 6.0, 7.0)]
+
+
+@pytest.mark.parametrize("replicas", [(1, 4, 1, 3, 1), (3, 4, 3, 2), (1, 4), (4, 1), (9, 2, 1)], ids=str)
+def test_slack_brings_an_uneven_pipeline_to_its_bottleneck(replicas: tuple[int, ...]) -> None:
+    """PipeDream's depths miss it: stages in balance, with replicas 1-4-1-3-1, run at 0.40 of their rate."""
+    plan = plan_of(
+        chain_profile([float(r) for r in replicas], batch_size=1),
+        flat_cluster(sum(replicas)),
+        [[stage] for stage in range(len(replicas))],
+        replicas,
+        schedule="pipedream",
+    )
+    depths = depths_with_slack(plan.pipeline, rounds=3)
+    deep = replace(plan, stages=tuple(replace(s, in_flight=d) for s, d in zip(plan.stages, depths, strict=True)))
+    check(deep.schedule_for([1] * 200))
+    minibatches = 40 * len(plan.devices) + 10 * replicas[0] * depths[0]
+    period_s = 1 / simulate(deep, minibatches).samples_per_s
+    assert period_s == pytest.approx(PlanCosts(deep).bottleneck_s(), rel=0.03)

@@ -11,7 +11,7 @@ from penstock.plan import Plan, Prediction, Stage
 from penstock.planner.downsets import find_downsets, layer_weights
 from penstock.planner.search import StageSearch
 from penstock.profile import Profile
-from penstock.schedule import default_depth, family
+from penstock.schedule import default_depth, depths_with_slack, family
 from penstock.simulate import simulate
 from penstock.units import show_bytes
 
@@ -80,25 +80,19 @@ def make_plan(
 
 
 def _deepened(plan: Plan, costs: CostModel) -> Scored:
-    """More microbatches in flight than PipeDream's rule, where that brings an uneven pipeline nearer its bottleneck.
-
-    The last stage needs none; the others get enough for so many more rounds of the widest stage.
-    """
+    """More microbatches in flight than PipeDream's rule, where that brings an uneven pipeline nearer its bottleneck."""
     best = _simulated(plan)
     if not plan.is_asynchronous or len({len(stage.devices) for stage in plan.stages}) == 1:
         return best
-    widest = max(len(stage.devices) for stage in plan.stages)
     goal_s = PlanCosts(plan).bottleneck_s()
-    for rounds in (1, 2, 4):
+    for rounds in (1, 2, 3):
         if best[0] <= goal_s * CLOSE_ENOUGH:
             break
-        stages = [
-            replace(stage, in_flight=default_depth(plan.pipeline, index, extra=rounds * widest))
-            for index, stage in enumerate(plan.stages)
-        ]
+        depths = depths_with_slack(plan.pipeline, rounds)
+        stages = tuple(replace(s, in_flight=depth) for s, depth in zip(plan.stages, depths, strict=True))
         if not all(_fits(stage, costs, asynchronous=True) for stage in stages):
             break
-        deeper = _simulated(replace(plan, stages=tuple(stages)))
+        deeper = _simulated(replace(plan, stages=stages))
         if deeper[0] < best[0] / CLOSE_ENOUGH:
             best = deeper
     return best
@@ -140,8 +134,11 @@ def _fits(stage: Stage, costs: CostModel, *, asynchronous: bool) -> bool:
 
 
 def _seconds_per_minibatch(plan: Plan) -> float:
-    """Simulated long enough for a steady rate."""
-    minibatches = 8 * len(plan.devices) + 16 if plan.is_asynchronous else len(plan.devices) + 4
+    """Simulated long enough for a steady rate: filling and draining take what is in flight."""
+    first = plan.stages[0]
+    minibatches = len(plan.devices) + 4
+    if plan.is_asynchronous:
+        minibatches = 8 * len(plan.devices) + 6 * len(first.devices) * first.in_flight + 16
     rate = simulate(plan, minibatches).samples_per_s
     return plan.profile.batch_size / rate if rate > 0 else 0.0
 

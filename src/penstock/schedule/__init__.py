@@ -1,7 +1,7 @@
 """Schedules: who does what, in which order, and what each action waits for."""
 
 from penstock.schedule.action import Action, Kind
-from penstock.schedule.builders import FAMILIES, build_schedule, default_depth, family
+from penstock.schedule.builders import FAMILIES, build_schedule, default_depth, depths_with_slack, family
 from penstock.schedule.pipeline import Pipeline, dependencies, participants
 from penstock.schedule.schedule import Moment, Schedule, check, execution_order
 
@@ -16,6 +16,7 @@ __all__ = [
     "check",
     "default_depth",
     "dependencies",
+    "depths_with_slack",
     "execution_order",
     "family",
     "participants",

@@ -47,20 +47,29 @@ def family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def default_depth(pipeline: Pipeline, stage: int, extra: int = 0) -> int:
+def default_depth(pipeline: Pipeline, stage: int) -> int:
     """Microbatches that a replica keeps in flight so that those behind it never starve.
 
     PipeDream (section 3.2) divides the workers from this stage on by the stage's replicas; rounding up instead of
-    down lets fewer replicas feed more. It is enough where all stages have as many replicas; an unevenly replicated
-    pipeline may want ``extra`` microbatches more at every stage but the last. Replicas times (depth - 1) must not grow
-    from a stage to a later one, or an asynchronous schedule deadlocks: a round could wait for a microbatch that is
-    only sent after it. Rounding up once, here, keeps to that.
+    down lets fewer replicas feed more. It is enough where all stages have as many replicas.
     """
-    replicas = len(pipeline.workers[stage])
-    if stage == pipeline.num_stages - 1:
-        return 1
-    behind = sum(len(workers) for workers in pipeline.workers[stage:])
-    return -(-(behind + extra) // replicas)
+    behind = sum(len(replicas) for replicas in pipeline.workers[stage:])
+    return -(-behind // len(pipeline.workers[stage]))
+
+
+def depths_with_slack(pipeline: Pipeline, rounds: int) -> list[int]:
+    """Depths that let every stage run so many rounds ahead of the next, a round being as wide as the wider of the two.
+
+    An unevenly replicated pipeline wants that: replicas step together, so they send in bursts. Replicas times
+    (depth - 1) never grows from a stage to a later one; if it did, an asynchronous schedule would deadlock, as a
+    round could wait for a microbatch that is only sent after it.
+    """
+    depths = [1]
+    for stage in range(pipeline.num_stages - 2, -1, -1):
+        here, behind = len(pipeline.workers[stage]), len(pipeline.workers[stage + 1])
+        ahead = behind * (depths[0] - 1) + rounds * max(here, behind)
+        depths.insert(0, 1 + -(-ahead // here))
+    return depths
 
 
 def build_schedule(
