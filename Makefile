@@ -28,6 +28,7 @@ format: env
 	$(BIN)/ruff check --fix .
 
 bench: env
+	$(BIN)/penstock bench planner
 	$(BIN)/penstock bench profile
 	$(BIN)/penstock bench runtime
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import chain_profile, graphs, layer_seconds, profile_of, slow_law
-from penstock.cluster import Cluster, Device, Level, parse_cluster
+from penstock.bench.planner import reference_cluster, reference_options
+from penstock.cluster import parse_cluster
 from penstock.errors import PlanError
 from penstock.graph import LayerGraph
 from penstock.planner.pipedream import PipeDreamOptions, pipedream_plan, solve
@@ -37,30 +38,12 @@ def reference_profile(name: str) -> Profile:
     return read_profile(REFERENCE / "profiles" / name / "graph.txt")
 
 
-def options_of(flags: list[str]) -> PipeDreamOptions:
-    def value(flag: str) -> float | None:
-        return float(flags[flags.index(flag) + 1]) if flag in flags else None
-
-    return PipeDreamOptions(
-        straight="--straight_pipeline" in flags,
-        memory_bytes=value("-s") if "--use_memory_constraint" in flags else None,
-        fewer_machines="--use_fewer_machines" in flags,
-        compression=value("--activation_compression_ratio"),
-    )
-
-
-def cluster_of(run: dict[str, Any]) -> Cluster:
-    pairs = zip(run["machines_inner_to_outer"], run["bandwidths_bytes_per_s_inner_to_outer"], strict=True)
-    levels = tuple(Level(size=size, bytes_per_s=rate) for size, rate in pairs)
-    return Cluster(name="c", devices=(Device(),) * math.prod(level.size for level in levels), levels=levels)
-
-
 @needs_reference
 @pytest.mark.parametrize(
     "run", runs(), ids=lambda r: f"{r['profile']}{r['machines_inner_to_outer']}{''.join(r['flags'][2:])}"
 )
 def test_objective_is_equal_or_lower_on_every_row(run: dict[str, Any]) -> None:
-    answer = solve(reference_profile(run["profile"]), cluster_of(run), options_of(run["flags"]))
+    answer = solve(reference_profile(run["profile"]), reference_cluster(run), reference_options(run["flags"]))
     assert answer.seconds_per_minibatch <= run["time_per_minibatch_s"] * (1 + 1e-9)
     branches = run["profile"] == "gnmt" and len(run["machines_inner_to_outer"]) > 1
     if not branches:  # on its levels PipeDream overcounts what crosses a cut of gnmt, and loses up to 18%

@@ -7,12 +7,14 @@ from typing import Any
 from penstock import codec
 from penstock.errors import JobError
 
-NAMES = ("profile", "runtime")
+NAMES = ("planner", "profile", "runtime")
 
 
 def run_benchmark(name: str) -> list[dict[str, Any]]:
     """Run a benchmark and return its rows as plain data."""
-    if name == "profile":
+    if name == "planner":
+        from penstock.bench.planner import run
+    elif name == "profile":
         from penstock.bench.profile import run
     elif name == "runtime":
         from penstock.bench.runtime import run

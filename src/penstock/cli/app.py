@@ -269,7 +269,7 @@ def report(
 
 @app.command(epilog="Examples: penstock bench profile; penstock bench runtime --json")
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="profile or runtime")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="planner, profile or runtime")],
     as_json: Json = False,
 ) -> None:
     """Measure Penstock on this machine, beside its peers."""
