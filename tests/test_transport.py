@@ -68,19 +68,19 @@ def a_late_activation_does_not_hold_up_a_gradient(transport: Transport) -> bool:
     return first and float(activation.sum()) == 3.0
 
 
-def sending_never_blocks(transport: Transport) -> float:
-    big = torch.ones(1_000_000)
+def sending_never_blocks(transport: Transport) -> bool:
+    """The receiver posts nothing before it hears, on the other channel, that all sends have returned."""
+    big, word = torch.ones(1_000_000), torch.ones(1)
     if transport.rank == 0:
-        start_s = time.monotonic()
         pending = [transport.send(big, (1, F), i) for i in range(4)]
-        took_s = time.monotonic() - start_s
+        transport.send(word, (1, B), 0).wait(10.0)
         for each in pending:
             each.wait(10.0)
-        return took_s
-    time.sleep(0.5)
+        return True
+    transport.receive(torch.empty_like(word), (0, B), 0).wait(10.0)
     for i in range(4):
         transport.receive(torch.empty_like(big), (0, F), i).wait(10.0)
-    return 0.0
+    return True
 
 
 def sums_over_the_group(transport: Transport) -> list[float]:
@@ -92,12 +92,12 @@ def sums_over_the_group(transport: Transport) -> list[float]:
 
 def a_receive_has_a_deadline(transport: Transport) -> str:
     if transport.rank == 0:
-        time.sleep(1.0)
+        time.sleep(3.0)
         return "slept"
     start_s = time.monotonic()
     with pytest.raises(WorkerError):
         transport.receive(torch.zeros(3), (0, F), 0).wait(0.3)
-    return "in time" if time.monotonic() - start_s < 0.9 else "late"
+    return "in time" if time.monotonic() - start_s < 2.5 else "late"
 
 
 def run_in_local_threads(part: Part) -> list[Any]:
@@ -167,7 +167,7 @@ def test_the_two_directions_do_not_wait_for_each_other(run: Callable[[Part], lis
 
 @pytest.mark.parametrize("run", RUNNERS)
 def test_sending_never_blocks(run: Callable[[Part], list[Any]]) -> None:
-    assert run(sending_never_blocks)[0] < 0.4
+    assert run(sending_never_blocks) == [True, True]
 
 
 @pytest.mark.parametrize("run", RUNNERS)
