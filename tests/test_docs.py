@@ -64,7 +64,7 @@ def test_every_link_between_documents_leads_somewhere() -> None:
 def test_the_example_job_is_one() -> None:
     from penstock.runtime.jobs import load_job
 
-    assert load_job(ROOT / "examples" / "digits.py").batch_size == 32
+    assert load_job(ROOT / "examples" / "small_net.py").batch_size == 32
 
 
 def test_torch_is_a_range_for_users_and_exact_for_development() -> None:

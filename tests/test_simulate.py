@@ -123,9 +123,12 @@ def test_slack_brings_an_uneven_pipeline_to_its_bottleneck(replicas: tuple[int, 
         replicas,
         schedule="pipedream",
     )
+    by_pipedream_s = 1 / simulate(plan, 600).samples_per_s
     depths = depths_with_slack(plan.pipeline, rounds=3)
     deep = replace(plan, stages=tuple(replace(s, in_flight=d) for s, d in zip(plan.stages, depths, strict=True)))
     check(deep.schedule_for([1] * 200))
     minibatches = 40 * len(plan.devices) + 10 * replicas[0] * depths[0]
     period_s = 1 / simulate(deep, minibatches).samples_per_s
     assert period_s == pytest.approx(PlanCosts(deep).bottleneck_s(), rel=0.03)
+    if replicas == (1, 4, 1, 3, 1):
+        assert period_s / by_pipedream_s == pytest.approx(0.40, abs=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 
 from penstock.errors import JobError
 from penstock.job import Job
+from penstock.profile import Profile
 from penstock.runtime.jobs import build_job
+from penstock.runtime.measure import profile_job
 from penstock.workloads import demo
 from penstock.workloads.models import small_vgg
 
@@ -35,3 +38,16 @@ def bench_job(name: str) -> Job:
     if name not in JOBS:
         raise JobError(f"benchmark job {name!r} is unknown; choose one of {', '.join(JOBS)}")
     return build_job(JOBS[name], name)
+
+
+def bench_profile(job: Job, *, repeats: int) -> Profile:
+    """A job's profile as one CPU worker of one thread sees it; call it with such a share of the machine."""
+    return profile_job(
+        job,
+        clock=time.perf_counter,
+        device=torch.device("cpu"),
+        microbatch_size=job.batch_size,
+        threads=1,
+        repeats=repeats,
+        progress=lambda done, total: None,
+    )

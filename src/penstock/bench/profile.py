@@ -7,14 +7,14 @@ import time
 
 import torch
 
-from penstock.bench.jobs import JOBS, bench_job
+from penstock.bench.jobs import JOBS, bench_job, bench_profile
 from penstock.bench.rows import Row
+from penstock.cluster import ANY_KIND
 from penstock.job import Job
 from penstock.profile import Profile
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_batch
 from penstock.runtime.machine import share_of_machine
-from penstock.runtime.measure import profile_job
 
 ROUNDS = 5
 STEPS = 10
@@ -30,7 +30,7 @@ def _case(name: str) -> Row:
     job = bench_job(name)
     sums, wholes = [], []
     for _ in range(ROUNDS):
-        sums.append(_sum_s(_profile(job)))
+        sums.append(_sum_s(bench_profile(job, repeats=5)))
         wholes.append(_whole_step_s(job))
     ratio = statistics.median(sums) / statistics.median(wholes)
     return Row(
@@ -44,21 +44,9 @@ def _case(name: str) -> Row:
     )
 
 
-def _profile(job: Job) -> Profile:
-    return profile_job(
-        job,
-        clock=time.perf_counter,
-        device=torch.device("cpu"),
-        microbatch_size=job.batch_size,
-        threads=1,
-        repeats=5,
-        progress=lambda done, total: None,
-    )
-
-
 def _sum_s(profile: Profile) -> float:
-    rows = next(iter(profile.seconds.values()))
-    return sum(row.forward_s + row.backward_input_s + row.backward_weight_s + row.update_s for row in rows)
+    update_s = sum(row.update_s for row in profile.seconds_on(ANY_KIND))
+    return sum(profile.compute_s(ANY_KIND)) + update_s
 
 
 def _whole_step_s(job: Job) -> float:

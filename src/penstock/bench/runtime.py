@@ -7,19 +7,16 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 from penstock import codec
-from penstock.bench.jobs import bench_job
+from penstock.bench.jobs import bench_job, bench_profile
 from penstock.bench.rows import Row, at_least
 from penstock.cluster import local_cluster
 from penstock.plan import Plan
 from penstock.planner import make_plan
 from penstock.runtime.launch import launch_workers
 from penstock.runtime.machine import share_of_machine
-from penstock.runtime.measure import profile_job
 
 CASES = ("vgg", "transformer")
 
@@ -58,19 +55,6 @@ def _predicted(plan: Plan) -> float:
 
 
 def _plan(case: str) -> Plan:
-    job = bench_job(case)
-    with share_of_machine(threads=1) as device:
-        profile = profile_job(
-            job,
-            clock=time.perf_counter,
-            device=device,
-            microbatch_size=job.batch_size,
-            threads=1,
-            repeats=10,
-            progress=_silent,
-        )
+    with share_of_machine(threads=1):
+        profile = bench_profile(bench_job(case), repeats=10)
     return make_plan(profile, local_cluster(2), straight=True)
-
-
-def _silent(*_: Any) -> None:
-    pass

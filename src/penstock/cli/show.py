@@ -54,7 +54,7 @@ def _total_s(profile: Profile) -> float:
 
 def plan_answer(plan: Plan) -> dict[str, Any]:
     """The stable keys of ``penstock plan --json``."""
-    prediction = plan.prediction
+    prediction, costs = plan.prediction, PlanCosts(plan)
     data_parallel_s = prediction.data_parallel_s
     return {
         "model": plan.profile.model,
@@ -66,7 +66,7 @@ def plan_answer(plan: Plan) -> dict[str, Any]:
         "lower_bound": prediction.lower_bound_s,
         "gap": prediction.gap,
         "speedup_over_data_parallel": _rate(data_parallel_s, prediction.seconds_per_minibatch),
-        "stages": [_stage_answer(plan, index) for index in range(len(plan.stages))],
+        "stages": [_stage_answer(costs, index) for index in range(len(plan.stages))],
     }
 
 
@@ -74,8 +74,8 @@ def _rate(amount: float | None, seconds: float) -> float | None:
     return amount / seconds if amount is not None and seconds > 0 else None
 
 
-def _stage_answer(plan: Plan, index: int) -> dict[str, Any]:
-    stage, costs = plan.stages[index], PlanCosts(plan)
+def _stage_answer(costs: PlanCosts, index: int) -> dict[str, Any]:
+    plan, stage = costs.plan, costs.plan.stages[index]
     worker = plan.pipeline.workers[index][0]
     graph = plan.profile.graph
     return {

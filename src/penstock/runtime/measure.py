@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,12 +82,11 @@ class Measurement:
     _seen_storages: set[int] = field(default_factory=set)
     _kept: list[Tensor] = field(default_factory=list)
 
-    @property
+    @cached_property
     def splitter(self) -> Splitter:
-        return self._splitter
+        return Splitter(self.captured)
 
     def __post_init__(self) -> None:
-        self._splitter = Splitter(self.captured)
         self._seen_storages.update(p.untyped_storage().data_ptr() for p in self.job.model.parameters())
 
     def run(self, inputs: Any, target: Any, progress: Progress) -> None:

@@ -96,10 +96,6 @@ class Weights:
     def discard_gradients(self) -> None:
         self.gradients = {}
 
-    def memory_bytes(self) -> int:
-        """What the versions in flight cost beyond the weights themselves, spares included."""
-        return sum(tensor.nbytes for spare in self._spare for tensor in spare.values())
-
     def _new_version(self, number: int) -> Version:
         # `.data` and not `.detach()`: the leaf must not share the parameter's version counter, or autograd would
         # take the optimizer's update for a change of the tensors it has saved

@@ -1,4 +1,4 @@
-"""A job: your model, your data, your loss, your optimizer. Nothing in the model knows of Penstock."""
+"""A job: model, data, loss, optimizer. Put yours in their place; the data here is only random numbers."""
 
 import torch
 from torch import nn
