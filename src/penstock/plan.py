@@ -23,7 +23,11 @@ class Stage:
     devices: tuple[int, ...]
     """one replica on each"""
     in_flight: int = 1
-    """microbatches that each replica keeps between forward and backward"""
+    """microbatches that a replica keeps between forward and backward; one with share s keeps s (in_flight - 1) + 1"""
+    shares: tuple[int, ...] = ()
+    """how many microbatches of a round each replica takes, in proportion to its speed; by default one each"""
+    recompute: bool = False
+    """keep only the stage's inputs from a forward, and compute it again for the backward"""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -32,6 +36,13 @@ class Stage:
             raise PlanError(f"stage of layers {list(self.layers)[:3]}...: no device; give it at least one")
         if self.in_flight < 1:
             raise PlanError(f"stage of layers {list(self.layers)[:3]}...: in_flight is {self.in_flight}; at least 1")
+        if not self.shares:
+            object.__setattr__(self, "shares", (1,) * len(self.devices))
+        if len(self.shares) != len(self.devices) or min(self.shares) < 1:
+            raise PlanError(
+                f"stage of layers {list(self.layers)[:3]}...: shares {list(self.shares)} for {len(self.devices)} "
+                "devices; give each device a share of 1 or more"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +122,12 @@ class Plan:
             for consumer in value.consumers:
                 if owner[consumer] != owner[value.producer]:
                     reads[owner[consumer]].add(owner[value.producer])
-        return Pipeline(workers=tuple(workers), reads=tuple(tuple(sorted(r)) for r in reads), ties=self._ties())
+        return Pipeline(
+            workers=tuple(workers),
+            reads=tuple(tuple(sorted(r)) for r in reads),
+            ties=self._ties(),
+            shares=tuple(stage.shares for stage in self.stages),
+        )
 
     @cached_property
     def stage_of_layer(self) -> dict[int, int]:

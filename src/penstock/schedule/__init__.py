@@ -1,7 +1,7 @@
 """Schedules: who does what, in which order, and what each action waits for."""
 
 from penstock.schedule.action import Action, Kind
-from penstock.schedule.builders import FAMILIES, build_schedule, default_depth, depths_with_slack, family
+from penstock.schedule.builders import FAMILIES, build_schedule, default_depth, depths_with_slack, family, replica_depth
 from penstock.schedule.pipeline import Pipeline, dependencies, participants
 from penstock.schedule.schedule import Moment, Schedule, check, execution_order
 
@@ -20,4 +20,5 @@ __all__ = [
     "execution_order",
     "family",
     "participants",
+    "replica_depth",
 ]

@@ -51,25 +51,30 @@ def default_depth(pipeline: Pipeline, stage: int) -> int:
     """Microbatches that a replica keeps in flight so that those behind it never starve.
 
     PipeDream (section 3.2) divides the workers from this stage on by the stage's replicas; rounding up instead of
-    down lets fewer replicas feed more. It is enough where all stages have as many replicas.
+    down lets fewer replicas feed more. It is enough where all stages have as many replicas. A replica with a larger
+    share counts as that many.
     """
-    behind = sum(len(replicas) for replicas in pipeline.workers[stage:])
-    return -(-behind // len(pipeline.workers[stage]))
+    return -(-sum(pipeline.round_sizes[stage:]) // pipeline.round_sizes[stage])
 
 
 def depths_with_slack(pipeline: Pipeline, rounds: int) -> list[int]:
     """Depths that let every stage run so many rounds ahead of the next, a round being as wide as the wider of the two.
 
-    An unevenly replicated pipeline wants that: replicas step together, so they send in bursts. Replicas times
-    (depth - 1) never grows from a stage to a later one; if it did, an asynchronous schedule would deadlock, as a
-    round could wait for a microbatch that is only sent after it.
+    An unevenly replicated pipeline wants that: replicas step together, so they send in bursts. The width of a round
+    times (depth - 1) never grows from a stage to a later one; if it did, an asynchronous schedule would deadlock, as
+    a round could wait for a microbatch that is only sent after it.
     """
     depths = [1]
     for stage in range(pipeline.num_stages - 2, -1, -1):
-        here, behind = len(pipeline.workers[stage]), len(pipeline.workers[stage + 1])
+        here, behind = pipeline.round_sizes[stage], pipeline.round_sizes[stage + 1]
         ahead = behind * (depths[0] - 1) + rounds * max(here, behind)
         depths.insert(0, 1 + -(-ahead // here))
     return depths
+
+
+def replica_depth(depth: int, share: int) -> int:
+    """Microbatches in flight on a replica whose share of a round is ``share``, at a stage of that depth."""
+    return share * (depth - 1) + 1
 
 
 def build_schedule(
@@ -81,7 +86,8 @@ def build_schedule(
     """The schedule ``name`` for minibatches of the given numbers of microbatches.
 
     ``depths`` is each stage's number of microbatches in flight per replica. An asynchronous schedule has no common
-    minibatch: every stage steps after one microbatch per replica.
+    minibatch: every stage steps after a round, which is one microbatch
+    per replica, or as many as its share.
     """
     kind = family(name)
     if not minibatches or min(minibatches) < 1:
@@ -94,7 +100,7 @@ def build_schedule(
     depths = depths or [default_depth(pipeline, stage) for stage in range(pipeline.num_stages)]
     total = sum(minibatches)
     if kind.asynchronous:
-        rounds = tuple(tuple(range(0, total, len(replicas))) for replicas in pipeline.workers)
+        rounds = tuple(tuple(range(0, total, size)) for size in pipeline.round_sizes)
         programs = [_asynchronous(pipeline, worker, total, depths) for worker in range(pipeline.num_workers)]
     else:
         starts = tuple(itertools.accumulate(minibatches[:-1], initial=0))
@@ -115,7 +121,9 @@ def _synchronous(pipeline: Pipeline, worker: int, spans: Sequence[range], depths
     stage = pipeline.stage_of[worker]
     for index, span in enumerate(spans):
         mine = pipeline.microbatches_of(worker, span)
-        for forward, backward in _one_forward_one_backward(mine, depths[stage]):
+        for forward, backward in _one_forward_one_backward(
+            mine, replica_depth(depths[stage], pipeline.share_of(worker))
+        ):
             if forward is not None:
                 yield Action(stage, Kind.FORWARD, forward)
             if backward is not None:
@@ -125,16 +133,19 @@ def _synchronous(pipeline: Pipeline, worker: int, spans: Sequence[range], depths
 
 def _asynchronous(pipeline: Pipeline, worker: int, total: int, depths: Sequence[int]) -> Iterator[Action]:
     stage = pipeline.stage_of[worker]
-    replicas = len(pipeline.workers[stage])
+    share, size = pipeline.share_of(worker), pipeline.round_sizes[stage]
     mine = pipeline.microbatches_of(worker, range(total))
-    for forward, backward in _one_forward_one_backward(mine, depths[stage]):
+    done = 0
+    for forward, backward in _one_forward_one_backward(mine, replica_depth(depths[stage], share)):
         if forward is not None:
             yield Action(stage, Kind.FORWARD, forward)
         if backward is not None:
             yield Action(stage, Kind.BACKWARD, backward)
-            yield from _end_of_round(pipeline, stage, backward // replicas)
+            done += 1
+            if done % share == 0 or done == len(mine):
+                yield from _end_of_round(pipeline, stage, backward // size)
     # A replica that the last round leaves without a microbatch still takes part in it, so that all keep equal weights.
-    for index in range(len(mine), -(-total // replicas)):
+    for index in range(-(-len(mine) // share), -(-total // size)):
         yield from _end_of_round(pipeline, stage, index)
 
 

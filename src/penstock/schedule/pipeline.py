@@ -23,6 +23,8 @@ class Pipeline:
     """of each stage, the earlier stages whose values it reads"""
     ties: tuple[tuple[int, ...], ...] = ()
     """groups of stages that share a parameter"""
+    shares: tuple[tuple[int, ...], ...] = ()
+    """of each stage, the microbatches of a round that each replica takes; by default one each"""
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -35,6 +37,13 @@ class Pipeline:
         for stage, sources in enumerate(self.reads):
             if any(source >= stage for source in sources):
                 raise ScheduleError(f"stage {stage} reads from {sources}; a stage reads from earlier stages only")
+        if not self.shares:
+            object.__setattr__(self, "shares", tuple((1,) * len(replicas) for replicas in self.workers))
+        for stage, (replicas, shares) in enumerate(zip(self.workers, self.shares, strict=True)):
+            if len(shares) != len(replicas) or min(shares) < 1:
+                raise ScheduleError(
+                    f"stage {stage}: shares {shares} for {len(replicas)} replicas; each takes 1 or more"
+                )
 
     @property
     def num_stages(self) -> int:
@@ -59,8 +68,26 @@ class Pipeline:
 
     def worker_of(self, stage: int, microbatch: int) -> int:
         """One microbatch, one replica per stage, the same for its forward and its backward."""
-        replicas = self.workers[stage]
-        return replicas[microbatch % len(replicas)]
+        turns = self._turns[stage]
+        return turns[microbatch % len(turns)]
+
+    @cached_property
+    def round_sizes(self) -> tuple[int, ...]:
+        """Of each stage, the microbatches in which every replica has had its share."""
+        return tuple(sum(shares) for shares in self.shares)
+
+    def share_of(self, worker: int) -> int:
+        stage = self.stage_of[worker]
+        return self.shares[stage][self.workers[stage].index(worker)]
+
+    @cached_property
+    def _turns(self) -> tuple[tuple[int, ...], ...]:
+        """Of each stage, the replica of each microbatch of a round: a larger share is spread over the round."""
+        rounds = []
+        for replicas, shares in zip(self.workers, self.shares, strict=True):
+            slots = [((turn + 0.5) / share, place) for place, share in enumerate(shares) for turn in range(share)]
+            rounds.append(tuple(replicas[place] for _, place in sorted(slots)))
+        return tuple(rounds)
 
     def microbatches_of(self, worker: int, microbatches: Iterable[int]) -> list[int]:
         stage = self.stage_of[worker]
