@@ -177,8 +177,13 @@ class PlanCosts:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.model = CostModel(profile=plan.profile, cluster=plan.cluster, microbatch_size=plan.microbatch_size)
+        alike = {}  # replicas on devices alike take as long
+        for stage, device in zip(plan.pipeline.stage_of, plan.devices, strict=True):
+            key = stage, plan.cluster.devices[device]
+            if key not in alike:
+                alike[key] = self._compute_of(plan.stages[stage], device)
         self._compute = [
-            self._compute_of(plan.stages[stage], device)
+            alike[stage, plan.cluster.devices[device]]
             for stage, device in zip(plan.pipeline.stage_of, plan.devices, strict=True)
         ]
         self._messages: dict[tuple[Kind, int, int, int, int], float] = {}

@@ -179,8 +179,10 @@ class Plan:
             raise PlanError(
                 f"{len(self.devices)} workers but {self.cluster.name} has {len(self.cluster.devices)} devices"
             )
+        seen: set[int] = set()
         for device in self.devices:
             if not 0 <= device < len(self.cluster.devices):
                 raise PlanError(f"device {device} is not in {self.cluster.name}, which has {len(self.cluster.devices)}")
-            if self.devices.count(device) > 1:
+            if device in seen:
                 raise PlanError(f"device {device} is used twice; a device runs one worker")
+            seen.add(device)

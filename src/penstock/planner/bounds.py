@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -69,8 +70,8 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
     compute_s = np.array([costs.forward_s([n], 0) + costs.backward_s([n], 0) for n in layers])
     update_s = np.array([costs.update_s([n], 0, stashed=False) for n in layers])
     rate = max(level.bytes_per_s for level in costs.cluster.levels)
-    alone = {p.name for p in graph.parameters if sum(p.name in layer.parameters for layer in graph.layers) == 1}
-    own = [[p for p in graph.parameters_of([n]) if p.name in alone] for n in layers]
+    users = Counter(name for layer in graph.layers for name in layer.parameters)
+    own = [[p for p in graph.parameters_of([n]) if users[p.name] == 1] for n in layers]
     wire_s = np.array([2 * sum(p.num_bytes for p in parameters) / rate for parameters in own])
 
     def area_s(replicas: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

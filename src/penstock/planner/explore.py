@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock.cluster import Cluster, Level
 from penstock.planner.bounds import area_bound_s
 from penstock.planner.hints import Hints
 from penstock.planner.placements import Placements, find_placements
@@ -40,7 +41,7 @@ class Explorer:
             some, bound_s = search.tightest(self._area_bound_s, upper_s)
             found += some
             bounds.append(bound_s)
-        if bounds and self._is_exact:
+        if bounds and self._all_exact and not self.stage_costs.has_limits and self.stage_costs.downsets.complete:
             self._proven.append(min(bounds))
         return sorted(found, key=lambda each: (each.value_s, each.num_devices))
 
@@ -70,12 +71,18 @@ class Explorer:
 
     @cached_property
     def _proven(self) -> list[float]:
+        """What devices with any amount of memory could do, on the best links there are, bounds what these can."""
         bounds = [self._area_bound_s]
-        if self._has_limits and self._is_exact:
-            # what devices with any amount of memory could do bounds what these can
-            unlimited = Explorer(replace(self.stage_costs, limited=False), self.hints)
-            unlimited.tightest()
-            bounds.append(unlimited.lower_bound_s)
+        if not self.stage_costs.downsets.complete:
+            return bounds
+        cluster = self.stage_costs.costs.cluster
+        easier = cluster if self._all_exact else _flat(cluster)
+        if self.stage_costs.has_limits or easier != cluster:
+            costs = replace(self.stage_costs.costs, cluster=easier)
+            relaxed = Explorer(replace(self.stage_costs, costs=costs, limited=False), self.hints)
+            if relaxed._all_exact:
+                relaxed.tightest()
+                bounds.append(relaxed.lower_bound_s)
         return bounds
 
     @cached_property
@@ -84,12 +91,8 @@ class Explorer:
         return area_bound_s(costs.costs, costs.family, costs.microbatches)
 
     @property
-    def _has_limits(self) -> bool:
-        return self.stage_costs.has_limits
-
-    @property
-    def _is_exact(self) -> bool:
-        return self.stage_costs.downsets.complete and all(search.exact for search in self._searches)
+    def _all_exact(self) -> bool:
+        return all(search.exact for search in self._searches)
 
     @cached_property
     def _searches(self) -> Sequence[TableSearch | ThresholdSearch]:
@@ -126,3 +129,13 @@ class Explorer:
     @property
     def _num_devices(self) -> int:
         return len(self.stage_costs.costs.cluster.devices)
+
+
+def _flat(cluster: Cluster) -> Cluster:
+    """All devices joined by links as good as the best."""
+    link = Level(
+        size=len(cluster.devices),
+        bytes_per_s=max(level.bytes_per_s for level in cluster.levels),
+        latency_s=min(level.latency_s for level in cluster.levels),
+    )
+    return Cluster(name=cluster.name, devices=cluster.devices, levels=(link,))

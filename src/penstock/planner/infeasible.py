@@ -37,7 +37,7 @@ def explain_infeasible(request: Request) -> str:
     )
     stage = plan.stages[index]
     device = stage.devices[place]
-    need, have = request.need_bytes(stage, place), cluster.devices[device].memory_bytes or math.inf
+    need, have = request.need_bytes(stage, stage.shares[place]), cluster.devices[device].memory_bytes or math.inf
     names = request.profile.graph.by_id
     whole = len(plan.stages) == 1
     layers = "the whole model" if whole else f"{names[stage.layers[0]].name} .. {names[stage.layers[-1]].name}"
@@ -52,7 +52,7 @@ def explain_infeasible(request: Request) -> str:
 def _excess_bytes(request: Request, plan: Plan, index: int, place: int) -> float:
     stage = plan.stages[index]
     limit = request.cluster.devices[stage.devices[place]].memory_bytes
-    return request.need_bytes(stage, place) - (limit if limit is not None else math.inf)
+    return request.need_bytes(stage, stage.shares[place]) - (limit if limit is not None else math.inf)
 
 
 def _least_memory(request: Request) -> tuple[float, Plan | None]:

@@ -191,14 +191,13 @@ class Request:
         return replace(plan, stages=tuple(stages))
 
     def fits(self, stage: Stage) -> bool:
-        return all(
-            self.need_bytes(stage, place) <= (self.cluster.devices[device].memory_bytes or math.inf)
-            for place, device in enumerate(stage.devices)
-        )
+        limits = [self.cluster.devices[device].memory_bytes for device in stage.devices]
+        different = dict.fromkeys(zip(limits, stage.shares, strict=True))
+        return all(limit is None or self.need_bytes(stage, share) <= limit for limit, share in different)
 
-    def need_bytes(self, stage: Stage, place: int) -> float:
+    def need_bytes(self, stage: Stage, share: int) -> float:
         return self.costs.stage_memory_bytes(
-            stage, asynchronous=self.family.asynchronous, share=stage.shares[place], trains=self.family.trains
+            stage, asynchronous=self.family.asynchronous, share=share, trains=self.family.trains
         )
 
     def _shallow(self) -> list[Plan]:
