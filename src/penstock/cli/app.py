@@ -17,11 +17,10 @@ import typer
 
 from penstock import __version__, codec
 from penstock.cli import show as shown
-from penstock.cluster import parse_cluster
 from penstock.errors import FormatError, PenstockError, PlanError, WorkerError
-from penstock.formats import plan_text, read_profile
+from penstock.formats import plan_text, read_cluster, read_profile
 from penstock.plan import Plan
-from penstock.planner.pipedream import PipeDreamOptions, pipedream_plan
+from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
 from penstock.run import RunDirectory
 from penstock.trace import Trace
@@ -43,7 +42,8 @@ ClusterText = Annotated[
     str,
     typer.Option(
         "--cluster",
-        help="local:4, levels such as 4@12GB/s,4@1.25GB/s (devices@bandwidth, inner first), or a TOML file",
+        help="local:4, levels such as 4@12GB/s,4@1.25GB/s (devices@bandwidth, inner first), a TOML file, "
+        "a SparsePipe server file with its bandwidth (servers.txt@12GB/s) or a dnn-partitioning file",
     ),
 ]
 ScheduleName = Annotated[str, typer.Option(help="pipedream (asynchronous), 1f1b or gpipe (synchronous)")]
@@ -100,7 +100,7 @@ def plan(
     microbatches: Microbatches = None,
     straight: Annotated[bool, typer.Option("--straight", help="one replica per stage")] = False,
     cost: Annotated[
-        str, typer.Option(help="default, or pipedream: that system's own formulas, for comparison")
+        str, typer.Option(help="default; or pipedream, sparsepipe, max-load: other systems' objectives, to compare")
     ] = "default",
     output: Annotated[Path, typer.Option(help="where to write the plan")] = Path("plan.json"),
     as_json: Json = False,
@@ -109,10 +109,11 @@ def plan(
     read = read_profile(profile)
     if cost == "default":
         made = _plan(read, cluster, schedule, microbatches, straight)
-    elif cost == "pipedream" and schedule == "pipedream" and microbatches is None:
-        made = pipedream_plan(read, parse_cluster(cluster), PipeDreamOptions(straight=straight))
+    elif cost in COSTS and schedule == "pipedream" and microbatches is None:
+        made = plan_by(cost, read, read_cluster(cluster), straight=straight)
     else:
-        raise PlanError(f"--cost {cost} with --schedule {schedule}: choose default, or pipedream with its own schedule")
+        known = f"default, or {', '.join(COSTS)} with --schedule pipedream"
+        raise PlanError(f"--cost {cost} with --schedule {schedule}: choose {known}")
     codec.save(made, output)
     _answer(shown.plan_answer(made), as_json, lambda: shown.plan_table(made), f"plan written to {output}")
 
@@ -306,7 +307,7 @@ def _plan(
 ) -> Plan:
     from penstock.planner import make_plan
 
-    return make_plan(profile, parse_cluster(cluster), schedule=schedule, microbatches=microbatches, straight=straight)
+    return make_plan(profile, read_cluster(cluster), schedule=schedule, microbatches=microbatches, straight=straight)
 
 
 def write_report_of(directory: RunDirectory) -> Trace:

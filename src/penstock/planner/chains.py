@@ -67,6 +67,12 @@ def device_seconds(profile: Profile, kind: str, speed: float) -> dict[int, float
     return {layer.id: 0.0 if layer.is_input else seconds / speed for layer, seconds in rows}
 
 
+def compute_s_between(profile: Profile, downsets: Downsets, kind: str, speed: float = 1.0) -> Floats:
+    """[smaller, larger]: forward and backward of the layers between on one device."""
+    seconds = device_seconds(profile, kind, speed)
+    return downsets.sums_between(lambda layer: seconds[layer.id])
+
+
 def parameter_bytes(profile: Profile, layer: Layer) -> float:
     """Each layer's own: the systems compared know no ties."""
     return float(sum(parameter.num_bytes for parameter in profile.graph.parameters_of([layer.id])))

@@ -24,7 +24,7 @@ import numpy as np
 from penstock.cluster import ANY_KIND, Cluster, Level
 from penstock.errors import PlanError
 from penstock.plan import Plan, Prediction
-from penstock.planner.chains import CutStage, asynchronous_plan, device_seconds, parameter_bytes, split_off_last
+from penstock.planner.chains import CutStage, asynchronous_plan, compute_s_between, parameter_bytes, split_off_last
 from penstock.planner.downsets import Bools, Downsets, Floats, find_downsets, layer_weights
 from penstock.profile import Profile
 
@@ -112,7 +112,6 @@ def pipedream_plan(profile: Profile, cluster: Cluster, options: PipeDreamOptions
 
 
 def _quantities(profile: Profile, downsets: Downsets) -> tuple[Floats, _Quantities]:
-    seconds = device_seconds(profile, ANY_KIND, 1.0)
     produced = dict.fromkeys(profile.graph.by_id, 0)
     for value in profile.graph.values:
         produced[value.producer] += value.num_bytes
@@ -122,7 +121,7 @@ def _quantities(profile: Profile, downsets: Downsets) -> tuple[Floats, _Quantiti
         activations=downsets.sums_between(lambda layer: 0.0 if layer.is_input else float(produced[layer.id])),
         out=downsets.crossing_bytes,
     )
-    return np.where(quantities.valid, downsets.sums_between(lambda layer: seconds[layer.id]), np.inf), quantities
+    return np.where(quantities.valid, compute_s_between(profile, downsets, ANY_KIND), np.inf), quantities
 
 
 def _alone_s(seconds: Any, parameter_bytes: Any, machines: int, level: Level, inside: int) -> Any:

@@ -1,17 +1,18 @@
-"""SparsePipe's own formulas, for comparison: unequal devices, every way to share them out, without its fixed order.
+"""SparsePipe's own formulas, for comparison: unequal devices, shared out in every way rather than in one order.
 
 At a level of bandwidth B, a stage whose layers have P bytes of weights takes, on m units of any kinds,
 
-    (T + 2 (m-1) P / (B m)) / m        T: seconds of the slowest of them, as each does an m-th of the minibatches
+    (T + 2 (m-1) P / (B m)) / m        T: seconds of the slowest of the units for one minibatch
 
-and a cut with a bytes across it 2 a / B, however many share it; a pipeline is as fast as the slowest of these. Units are
-devices; at the next level, servers, each as fast as its own best pipeline. Every device is used. SparsePipe takes devices
-in one order and allows only 1 or an even number after the first stage; here any share of the devices left may come next:
+and a cut with a bytes across it takes 2 a / B, however many share it; a pipeline is as fast as the slowest of these.
+Units are devices and, at the next level, servers, each as fast as its own best pipeline. Every device is used.
+SparsePipe takes devices in a fixed order, and after the first stage only 1 or an even number; here any share of those
+left may come next. With c units of each kind, so that equal ones are not told apart:
 
     best[c][x, y] = min over cuts z, shares s of max(best[c - s][x, z], stage of z..y on s, transfers at z and y)
 
-where c counts the units of each kind, so that equal ones are not told apart. Servers of different devices that share a
-stage would each cut it elsewhere, which no plan can say: they run it whole.
+Servers of different devices that share a stage would each cut it elsewhere, which no plan can say: they run it whole.
+The published answers have one server each; several follow its description, unchecked.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from penstock.plan import Plan, Prediction
 from penstock.planner.chains import (
     CutStage,
     asynchronous_plan,
+    compute_s_between,
     device_seconds,
     lower_bound_s,
     parameter_bytes,
@@ -159,7 +161,7 @@ def _arrange(cluster: Cluster) -> _Arrangement:
 
 
 def _most_downsets(arrangement: _Arrangement, cluster: Cluster) -> int:
-    """So many that the search ends soon: it takes their square for each pair of a state and a share, below their cube."""
+    """So many that the search ends soon: each state and share takes their square, below the last level their cube."""
     most = MOST_DOWNSETS
     for index, servers in enumerate(arrangement.servers):
         pairs = sum(math.prod((count + 1) * (count + 2) // 2 for count in counts) for counts in servers)
@@ -174,9 +176,8 @@ def _most_downsets(arrangement: _Arrangement, cluster: Cluster) -> int:
 
 
 def _device_kind(profile: Profile, downsets: Downsets, kind: str, speed: float) -> _Kind:
-    seconds = device_seconds(profile, kind, speed)
-    between = np.where(downsets.contained, downsets.sums_between(lambda layer: seconds[layer.id]), np.inf)
-    return _Kind(between, between)
+    seconds = np.where(downsets.contained, compute_s_between(profile, downsets, kind, speed), np.inf)
+    return _Kind(seconds, seconds)
 
 
 def _solve_server(
@@ -262,7 +263,8 @@ def _stages(
 
 def _parts(split: _Split, smaller: int, larger: int) -> list[tuple[int, int, Counts]]:
     """The stages of one server: start, end, and how many of its units run each."""
-    counts, parts = split.counts, []
+    counts = split.counts
+    parts: list[tuple[int, int, Counts]] = []
     while True:
         cut, label = (int(x) for x in split.choice[counts][smaller, larger])
         if cut < 0:
