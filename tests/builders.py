@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -198,6 +199,23 @@ def graphs(draw: st.DrawFn, *, max_layers: int = 6) -> LayerGraph:
         ),
         parameters=parameters,
     )
+
+
+def downsets_of(graph: LayerGraph) -> list[frozenset[int]]:
+    """All of them, smaller ones first, by trying every set of layers."""
+    before = {layer.id: {v.producer for v in graph.values if layer.id in v.consumers} for layer in graph.layers}
+    sets = itertools.chain.from_iterable(itertools.combinations(before, n) for n in range(len(before) + 1))
+    return [frozenset(s) for s in sets if all(before[layer] <= set(s) for layer in s)]
+
+
+def chains_of(
+    graph: LayerGraph, cuts: int, before: frozenset[int] = frozenset(), after: frozenset[int] | None = None
+) -> list[list[frozenset[int]]]:
+    """Every way to cut what lies between two downsets, all by default, so many times: downsets, both ends included."""
+    after = frozenset(graph.by_id) if after is None else after
+    between = [downset for downset in downsets_of(graph) if before < downset < after]
+    chains = ([before, *chosen, after] for chosen in itertools.combinations(between, cuts))
+    return [chain for chain in chains if all(smaller < larger for smaller, larger in itertools.pairwise(chain))]
 
 
 _seconds = st.floats(1e-6, 0.1, allow_nan=False)

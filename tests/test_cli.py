@@ -19,6 +19,7 @@ from penstock.cluster import parse_cluster
 from penstock.formats import PLAN_FORMATS, plan_text, read_profile
 from penstock.plan import Plan
 from penstock.planner import make_plan
+from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
 
 OPTIONS = {
@@ -133,6 +134,17 @@ def test_a_profile_without_any_time_can_be_planned_and_shown(tmp_path: Path) -> 
     graph, output = tmp_path / "graph.txt", tmp_path / "plan.json"
     graph.write_text(GRAPH.replace("2.5", "0").replace("5.0", "0").replace("=24.0", "=0").replace("=8", "=0"))
     invoke("plan", str(graph), "--cluster", "1@1GB/s", "--output", str(output))
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_plans_by_the_objectives_of_other_systems_can_be_made_and_shown(cost: str, tmp_path: Path) -> None:
+    servers, output = tmp_path / "servers.txt", tmp_path / "plan.json"
+    (tmp_path / "graph.txt").write_text(GRAPH)
+    servers.write_text("Server0\n  Fast 1 graph.txt\n  Slow 1 graph.txt\n")
+    invoke("plan", str(servers), "--cluster", f"{servers}@1GB/s", "--cost", cost, "--output", str(output))
+    plan = codec.load(Plan, output)
+    assert [device.kind for device in plan.cluster.devices] == ["Fast", "Slow"]
+    assert plan == plan_by(cost, plan.profile, plan.cluster)
 
 
 @pytest.mark.parametrize("form", PLAN_FORMATS)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from builders import chain_profile, flat_cluster, law, plan_of, plans
 from penstock import codec
-from penstock.cluster import Device, Level
+from penstock.cluster import Device, Level, parse_cluster
 from penstock.cost import CostModel
-from penstock.errors import ClusterError, FormatError, GraphError, PlanError, ProfileError
+from penstock.errors import ClusterError, FormatError, GraphError, PenstockError, PlanError, ProfileError
 from penstock.formats import (
     PLAN_FORMATS,
     Partition,
@@ -37,6 +37,7 @@ from penstock.formats import (
     partition_of,
     partition_text,
     plan_text,
+    read_cluster,
     read_profile,
     stage_map_text,
 )
@@ -527,6 +528,30 @@ def test_a_node_and_its_gradient_are_one_layer_and_costs_come_back() -> None:
     assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), versions=1) == 4 * 64
 
 
+def test_cpus_are_devices_of_their_own_kind_before_the_accelerators() -> None:
+    problem = placement(maxCPUs=1)
+    problem["nodes"] = [node | {"cpuLatency": 10 * node["fpgaLatency"]} for node in problem["nodes"]]
+    profile, cluster = parse_placement(json.dumps(problem), source="p.json", model="toy")
+    assert cluster.devices == (Device(kind="host"), *(Device(memory_bytes=1000),) * 2)
+    assert profile.compute_s("host") == tuple(10 * seconds for seconds in profile.compute_s("any"))
+    without, _ = parse_placement(json.dumps(problem | {"maxCPUs": 0}), source="p.json", model="toy")
+    assert list(without.seconds) == ["any"]
+
+
+def test_a_graph_without_gradients_sends_none_and_keeps_every_size_once() -> None:
+    problem = placement()
+    problem["nodes"] = [node for node in problem["nodes"] if not node["isBackwardNode"]]
+    problem["edges"] = [edge for edge in problem["edges"] if edge["sourceId"] < 10]
+    profile, cluster = parse_placement(json.dumps(problem), source="p.json", model="toy")
+    assert not any(value.differentiable for value in profile.graph.values)
+    costs = CostModel(profile=profile, cluster=cluster, microbatch_size=1)
+    assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), versions=1) == 2 * 64
+    uneven, _ = parse_placement(json.dumps(changed("nodes", 3, size=100.0)), source="p.json", model="toy")
+    costs = CostModel(profile=uneven, cluster=cluster, microbatch_size=1)
+    assert costs.stage_memory_bytes(Stage(layers=(0,), devices=(0,)), versions=1) == 64 + 100
+    assert all(value.differentiable for value in uneven.graph.values)
+
+
 BAD_PLACEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no node": (placement(nodes=[], edges=[]), "nodes: empty"),
     "an unknown key": (placement(extra=1), "extra: unknown field"),
@@ -543,6 +568,11 @@ BAD_PLACEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a negative cost": (changed("edges", 1, cost=-0.5), "edges[1].cost: -0.5"),
     "a cycle": (changed("edges", 0, sourceId=2), "edges: the layers"),
     "no device": (placement(maxFPGAs=0), "maxFPGAs: 0 devices"),
+    "a CPU and no time on it": (placement(maxCPUs=1), "nodes[0].cpuLatency: missing, and maxCPUs is 1"),
+    "a negative number of CPUs": (
+        placement(maxCPUs=-1, nodes=[n | {"cpuLatency": 1.0} for n in placement()["nodes"]]),
+        "maxCPUs: -1 devices",
+    ),
     "a million devices": (placement(maxFPGAs=10**6), "maxFPGAs: 1000000 devices"),
     "no memory": (placement(maxSizePerFPGA=0), "maxSizePerFPGA: 0.0 bytes"),
     "endless sizes": (
@@ -621,6 +651,39 @@ def test_the_reference_server_file_is_a_profile_of_two_kinds() -> None:
     assert list(read_profile(path).seconds) == ["TitanV", "TitanXP"]
     cluster = cluster_of_servers(parse_servers(path.read_text(), path.name), [1e8])
     assert [device.kind for device in cluster.devices] == ["TitanV"] + ["TitanXP"] * 3
+
+
+def test_a_cluster_may_be_the_devices_of_an_imported_file(tmp_path: Path) -> None:
+    files = write_all(tmp_path)
+    servers = read_cluster(f"{files['servers.txt']}@12GB/s")
+    assert [device.kind for device in servers.devices] == ["Fast"] + ["Slow"] * 3
+    assert servers.levels == (Level(size=4, bytes_per_s=12e9),)
+    (tmp_path / "two.txt").write_text(SERVERS)
+    assert [level.bytes_per_s for level in read_cluster(f"{tmp_path}/two.txt@12GB/s,1GB/s").levels] == [12e9, 1e9]
+    assert len(read_cluster(str(files["placement.json"])).devices) == 2
+    (tmp_path / "cluster.toml").write_text('[[devices]]\n[[levels]]\nsize = 1\nbandwidth = "1GB/s"\n')
+    assert len(read_cluster(str(tmp_path / "cluster.toml")).devices) == 1
+    assert read_cluster("4@12GB/s,2@1GB/s") == parse_cluster("4@12GB/s,2@1GB/s")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("servers.txt", "a server file has no bandwidths; give them too, as in servers.txt@12GB/s"),
+        ("servers.txt@12", "cluster 'servers.txt@12': '12': expected a rate"),
+        ("servers.txt@12GB/s,1GB/s", "2 bandwidths for 1 servers"),
+        ("graph.txt@12GB/s", "graph.txt:1: expected a line such as Server0"),
+        ("graph.txt", "graph.txt: not TOML"),
+        ("own.json", "own.json: JSON without devices"),
+    ],
+)
+def test_a_file_without_a_cluster_says_what_is_missing(
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PenstockError, match=re.escape(words)):
+        read_cluster(text)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import chain_profile, graphs, layer_seconds, profile_of, slow_law
+from builders import chain_profile, downsets_of, graphs, layer_seconds, profile_of, slow_law
 from penstock.bench.planner import reference_cluster, reference_options
 from penstock.cluster import parse_cluster
 from penstock.errors import PlanError
@@ -83,12 +83,6 @@ def slowest(
                 crossing = sum(v.num_bytes for v in graph.crossing(edge, everything - edge))
                 times.append(2 * crossing / (rate * count))
     return max(times)
-
-
-def downsets_of(graph: LayerGraph) -> list[frozenset[int]]:
-    before = {layer.id: {v.producer for v in graph.values if layer.id in v.consumers} for layer in graph.layers}
-    sets = itertools.chain.from_iterable(itertools.combinations(before, n) for n in range(len(before) + 1))
-    return [frozenset(s) for s in sets if all(before[layer] <= set(s) for layer in s)]
 
 
 def compositions(total: int, parts: int) -> list[tuple[int, ...]]:

@@ -20,6 +20,9 @@ from penstock.errors import ClusterError, FormatError, PenstockError
 ANY_KIND = "any"
 """The device kind that takes its seconds from whatever the profile was measured on."""
 
+HOST_KIND = "host"
+"""Cores of the host in whose memory accelerators exchange values, as files of dnn-partitioning have them."""
+
 # What gloo moves between two processes of one host, where nobody has measured the link.
 LOOPBACK_BYTES_PER_S = 1.0e9
 LOOPBACK_LATENCY_S = 100e-6

@@ -17,11 +17,10 @@ import typer
 
 from penstock import __version__, codec
 from penstock.cli import show as shown
-from penstock.cluster import parse_cluster
 from penstock.errors import FormatError, PenstockError, PlanError, WorkerError
-from penstock.formats import plan_text, read_profile
+from penstock.formats import plan_text, read_cluster, read_profile
 from penstock.plan import Plan
-from penstock.planner.pipedream import PipeDreamOptions, pipedream_plan
+from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
 from penstock.run import RunDirectory
 from penstock.trace import Trace
@@ -43,13 +42,11 @@ ClusterText = Annotated[
     str,
     typer.Option(
         "--cluster",
-        help="local:4, levels such as 4@12GB/s,4@1.25GB/s (devices@bandwidth, inner first), or a TOML file",
+        help="local:4, levels such as 4@12GB/s,4@1.25GB/s (devices@bandwidth, inner first), a TOML file, "
+        "a SparsePipe server file with its bandwidth (servers.txt@12GB/s) or a dnn-partitioning file",
     ),
 ]
-ScheduleName = Annotated[str, typer.Option(help="pipedream (asynchronous), 1f1b or gpipe (synchronous)")]
-Microbatches = Annotated[
-    int | None, typer.Option(help="per minibatch, for synchronous schedules; by default four per device")
-]
+Microbatches = Annotated[int | None, typer.Option(help="per minibatch, for synchronous schedules; chosen by default")]
 Timeout = Annotated[float, typer.Option(help="seconds after which a worker gives up waiting for another")]
 
 
@@ -90,29 +87,68 @@ def profile(
     _answer(made, as_json, lambda: shown.profile_table(made), f"profile written to {output}")
 
 
-@app.command(epilog="Example: penstock plan profile.json --cluster local:2 --output plan.json")
+@app.command(
+    epilog="Examples: penstock plan profile.json --cluster local:2 --output plan.json; "
+    "penstock plan graph.txt --cluster 4@12GB/s,4@1.25GB/s --replicas 15-1; "
+    "penstock plan profile.json --cluster local:4 --schedule inference --samples-per-s 200"
+)
 def plan(
     profile: Annotated[
         Path, typer.Argument(metavar="PROFILE", help="profile file, or one that `penstock import` reads")
     ],
     cluster: ClusterText,
-    schedule: ScheduleName = "pipedream",
+    schedule: Annotated[
+        str, typer.Option(help="pipedream (asynchronous), 1f1b or gpipe (synchronous), or inference (forward only)")
+    ] = "pipedream",
     microbatches: Microbatches = None,
+    samples_per_s: Annotated[
+        float | None, typer.Option(help="for inference: at least this throughput, at the lowest latency")
+    ] = None,
     straight: Annotated[bool, typer.Option("--straight", help="one replica per stage")] = False,
+    replicas: Annotated[str | None, typer.Option(help="a fixed number for each stage, such as 0:3,1:1 or 3-1")] = None,
+    most_stages: Annotated[int | None, typer.Option(help="no more stages than this")] = None,
+    pin: Annotated[
+        list[str] | None, typer.Option(metavar="LAYER=STAGE", help="a layer that must be in that stage; repeatable")
+    ] = None,
+    no_cut: Annotated[
+        list[str] | None, typer.Option(metavar="LAYER=LAYER", help="two layers that must share a stage; repeatable")
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option(help="whether stages that do not fit may compute their forward twice to save memory")
+    ] = True,
     cost: Annotated[
-        str, typer.Option(help="default, or pipedream: that system's own formulas, for comparison")
+        str, typer.Option(help="default; or pipedream, sparsepipe, max-load: other systems' objectives, to compare")
     ] = "default",
     output: Annotated[Path, typer.Option(help="where to write the plan")] = Path("plan.json"),
     as_json: Json = False,
 ) -> None:
     """Find the best stages, replicas and placement for a profile on a cluster."""
-    read = read_profile(profile)
+    from penstock.planner import Hints, make_plan
+    from penstock.planner.hints import parse_no_cut, parse_pin, parse_replicas
+
+    read, devices = read_profile(profile), read_cluster(cluster)
+    hints = Hints(
+        replicas=parse_replicas(replicas) if replicas else (),
+        pins=tuple(map(parse_pin, pin or ())),
+        together=tuple(map(parse_no_cut, no_cut or ())),
+        straight=straight,
+        most_stages=most_stages,
+    )
     if cost == "default":
-        made = _plan(read, cluster, schedule, microbatches, straight)
-    elif cost == "pipedream" and schedule == "pipedream" and microbatches is None:
-        made = pipedream_plan(read, parse_cluster(cluster), PipeDreamOptions(straight=straight))
+        made = make_plan(
+            read,
+            devices,
+            schedule=schedule,
+            microbatches=microbatches,
+            hints=hints,
+            recompute=recompute,
+            samples_per_s=samples_per_s,
+        )
+    elif cost in COSTS and schedule == "pipedream" and microbatches is None and hints == Hints(straight=straight):
+        made = plan_by(cost, read, devices, straight=straight)
     else:
-        raise PlanError(f"--cost {cost} with --schedule {schedule}: choose default, or pipedream with its own schedule")
+        known = f"default, or {', '.join(COSTS)} with --schedule pipedream and no hint but --straight"
+        raise PlanError(f"--cost {cost} with --schedule {schedule} and these options: choose {known}")
     codec.save(made, output)
     _answer(shown.plan_answer(made), as_json, lambda: shown.plan_table(made), f"plan written to {output}")
 
@@ -224,7 +260,9 @@ def train(
         workers.train_here(job, plan, options)
         return
     if plan is None:
-        made = _plan(_profile(job, None, 1), cluster)
+        from penstock.planner import make_plan
+
+        made = make_plan(_profile(job, None, 1), read_cluster(cluster))
         if not as_json:
             shown.print_table(shown.plan_table(made))
         codec.save(made, directory.plan)
@@ -295,20 +333,6 @@ def _profile(job: Path, microbatch_size: int | None, threads: int) -> Profile:
     from penstock.cli import workers
 
     return workers.profile(job, microbatch_size, threads)
-
-
-def _plan(
-    profile: Profile,
-    cluster: str,
-    schedule: str = "pipedream",
-    microbatches: int | None = None,
-    straight: bool = False,
-) -> Plan:
-    from penstock.planner import Hints, make_plan
-
-    return make_plan(
-        profile, parse_cluster(cluster), schedule=schedule, microbatches=microbatches, hints=Hints(straight=straight)
-    )
 
 
 def write_report_of(directory: RunDirectory) -> Trace:

@@ -1,6 +1,6 @@
 """The files of the research systems that Penstock unites, read into its values and written from them.
 
-Text in, value out, and back; only ``read_profile`` opens files. docs/formats.md describes each format.
+Text in, value out, and back; only ``read_profile`` and ``read_cluster`` open files. docs/formats.md describes each.
 """
 
 from penstock.formats.dnn_partitioning import parse_placement
@@ -15,7 +15,7 @@ from penstock.formats.pipedream_stages import (
     stage_map_text,
 )
 from penstock.formats.plan_text import PLAN_FORMATS, plan_text
-from penstock.formats.recognise import read_profile
+from penstock.formats.recognise import read_cluster, read_profile
 from penstock.formats.sparsepipe import Server, ServerDevices, cluster_of_servers, merge_kinds, parse_servers
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "partition_of",
     "partition_text",
     "plan_text",
+    "read_cluster",
     "read_profile",
     "stage_map_text",
 ]

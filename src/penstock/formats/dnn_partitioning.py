@@ -8,11 +8,11 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from penstock.cluster import ANY_KIND, Cluster, Device, Level
+from penstock.cluster import ANY_KIND, HOST_KIND, Cluster, Device, Level
 from penstock.errors import FormatError, GraphError
 from penstock.formats.reading import MAX_DEVICES, checked_amount, decode_json, find_cycle, layer_seconds, shorten
 from penstock.graph import Layer, LayerGraph, Parameter, Value
-from penstock.profile import Profile
+from penstock.profile import LayerSeconds, Profile
 
 FRONT_END = "dnn-partitioning"
 
@@ -30,7 +30,7 @@ class _Node:
     isBackwardNode: int
     colorClass: int
     supportedOnFpga: int = 1
-    cpuLatency: float = 0.0
+    cpuLatency: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,35 +53,22 @@ class _Problem:
 def parse_placement(text: str, *, source: str, model: str) -> tuple[Profile, Cluster]:
     """The profile and the cluster of a placement problem, in the file's own unit of time, called seconds here.
 
-    Nodes of one colour class are one layer: forward nodes and their gradients.
+    Nodes of one colour class are one layer: forward nodes and their gradients. CPUs, if the file has any, are devices
+    of kind ``host``; they come first, so that plans for fewer devices leave them out.
     """
     problem = decode_json(_Problem, text, source)
     nodes = _checked_nodes(problem, source)
     layers = _layers(problem, source)
     values = _values(problem, nodes, source)
     _check_cycles(layers, values, source)
-    size_bytes = {color: round(_total(forward, "size", source)) for color, (forward, _) in layers.items()}
     try:
-        graph = _graph(layers, values, size_bytes)
+        graph = _graph(layers, values, source)
     except GraphError as error:
         raise FormatError(f"{source}: {error}") from None
-    profile = Profile(
-        model=model,
-        front_end=FRONT_END,
-        batch_size=1,
-        microbatch_size=1,
-        graph=graph,
-        seconds={
-            ANY_KIND: tuple(
-                layer_seconds(
-                    _total(forward, "fpgaLatency", source),
-                    _total(backward, "fpgaLatency", source),
-                    size_bytes[color] > 0,
-                )
-                for color, (forward, backward) in layers.items()
-            )
-        },
-    )
+    seconds = {ANY_KIND: _seconds(layers, "fpgaLatency", source)}
+    if problem.maxCPUs:
+        seconds[HOST_KIND] = _seconds(layers, "cpuLatency", source)
+    profile = Profile(model=model, front_end=FRONT_END, batch_size=1, microbatch_size=1, graph=graph, seconds=seconds)
     return profile, _cluster(problem, source)
 
 
@@ -95,8 +82,12 @@ def _checked_nodes(problem: _Problem, source: str) -> dict[int, _Node]:
         where = f"{source}: nodes[{i}]"
         if node.id in found:
             raise FormatError(f"{where}.id: node {node.id} is there twice; ids are unique")
-        for field in ("fpgaLatency", "cpuLatency", "size"):
+        for field in ("fpgaLatency", "size"):
             checked_amount(getattr(node, field), f"{where}.{field}")
+        if node.cpuLatency is not None:
+            checked_amount(node.cpuLatency, f"{where}.cpuLatency")
+        elif problem.maxCPUs:
+            raise FormatError(f"{where}.cpuLatency: missing, and maxCPUs is {problem.maxCPUs}; give it, or no CPUs")
         for field in ("isBackwardNode", "supportedOnFpga"):
             if getattr(node, field) not in (0, 1):
                 raise FormatError(f"{where}.{field}: {getattr(node, field)}; expected 0 or 1")
@@ -126,8 +117,9 @@ def _layers(problem: _Problem, source: str) -> _Layers:
 
 
 def _values(problem: _Problem, nodes: dict[int, _Node], source: str) -> tuple[Value, ...]:
-    """What forward nodes send to other layers. The edges between gradients are the same ones, turned round."""
+    """What forward nodes send to other layers. An edge between the gradients of two layers means that one returns."""
     readers: dict[tuple[int, float], list[int]] = defaultdict(list)
+    returned: set[frozenset[int]] = set()
     for i, edge in enumerate(problem.edges):
         where = f"{source}: edges[{i}]"
         for field in ("sourceId", "destId"):
@@ -140,6 +132,8 @@ def _values(problem: _Problem, nodes: dict[int, _Node], source: str) -> tuple[Va
             raise FormatError(f"{where}: leads from a gradient to the forward node {shorten(end.name)}; turn it round")
         if not end.isBackwardNode and start.colorClass != end.colorClass:
             readers[start.id, edge.cost].append(end.colorClass)
+        if start.isBackwardNode:
+            returned.add(frozenset((start.colorClass, end.colorClass)))
     sent: dict[int, int] = defaultdict(int)
     values = []
     for (node_id, cost), consumers in readers.items():
@@ -151,23 +145,45 @@ def _values(problem: _Problem, nodes: dict[int, _Node], source: str) -> tuple[Va
                 producer=nodes[node_id].colorClass,
                 consumers=tuple(dict.fromkeys(consumers)),
                 num_bytes=round(checked_amount(cost * BYTES_PER_COST, f"{source}: cost of an edge of node {node_id}")),
+                differentiable=any(frozenset((nodes[node_id].colorClass, c)) in returned for c in consumers),
             )
         )
     return tuple(values)
 
 
-def _graph(layers: _Layers, values: tuple[Value, ...], size_bytes: dict[int, int]) -> LayerGraph:
-    """A layer is called after its first forward node. One without size has no parameter."""
+def _graph(layers: _Layers, values: tuple[Value, ...], source: str) -> LayerGraph:
+    """A layer is called after its first forward node. One without size has no parameter.
+
+    Both its nodes' sizes count as memory, as a weight and its gradient do; what one has more than the other is state.
+    """
     names = {color: forward[0].name for color, (forward, _) in layers.items()}
+    parameters = {}
+    for color, nodes in layers.items():
+        forward_bytes, backward_bytes = (round(_total(each, "size", source)) for each in nodes)
+        if forward_bytes or backward_bytes:
+            parameters[color] = Parameter(
+                name=names[color],
+                num_bytes=min(forward_bytes, backward_bytes),
+                state_bytes=abs(forward_bytes - backward_bytes),
+            )
     return LayerGraph(
         layers=tuple(
-            Layer(id=color, name=name, kind="Layer", parameters=(name,) if size_bytes[color] else ())
+            Layer(id=color, name=name, kind="Layer", parameters=(name,) if color in parameters else ())
             for color, name in names.items()
         ),
         values=values,
-        parameters=tuple(
-            Parameter(name=name, num_bytes=size_bytes[color]) for color, name in names.items() if size_bytes[color]
-        ),
+        parameters=tuple(parameters.values()),
+    )
+
+
+def _seconds(layers: _Layers, field: str, source: str) -> tuple[LayerSeconds, ...]:
+    return tuple(
+        layer_seconds(
+            _total(forward, field, source),
+            _total(backward, field, source),
+            has_parameters=any(node.size > 0 for node in forward),
+        )
+        for forward, backward in layers.values()
     )
 
 
@@ -189,8 +205,11 @@ def _total(nodes: list[_Node], field: str, source: str) -> float:
 def _cluster(problem: _Problem, source: str) -> Cluster:
     if not 1 <= problem.maxFPGAs <= MAX_DEVICES:
         raise FormatError(f"{source}: maxFPGAs: {problem.maxFPGAs} devices; expected 1 to {MAX_DEVICES}")
+    if not 0 <= problem.maxCPUs <= MAX_DEVICES:
+        raise FormatError(f"{source}: maxCPUs: {problem.maxCPUs} devices; expected 0 to {MAX_DEVICES}")
     if not (math.isfinite(problem.maxSizePerFPGA) and problem.maxSizePerFPGA >= 1):
         raise FormatError(f"{source}: maxSizePerFPGA: {problem.maxSizePerFPGA} bytes; expected at least 1")
-    device = Device(memory_bytes=round(problem.maxSizePerFPGA))
-    level = Level(size=problem.maxFPGAs, bytes_per_s=float(BYTES_PER_COST))
-    return Cluster(name=f"{problem.maxFPGAs} accelerators", devices=(device,) * problem.maxFPGAs, levels=(level,))
+    hosts = (Device(kind=HOST_KIND),) * problem.maxCPUs
+    devices = hosts + (Device(memory_bytes=round(problem.maxSizePerFPGA)),) * problem.maxFPGAs
+    name = f"{problem.maxFPGAs} accelerators" + (f" + {problem.maxCPUs} CPU" if hosts else "")
+    return Cluster(name=name, devices=devices, levels=(Level(size=len(devices), bytes_per_s=float(BYTES_PER_COST)),))

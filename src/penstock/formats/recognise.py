@@ -1,16 +1,17 @@
-"""Reads whatever profile a file holds, known by its content rather than by its name."""
+"""Reads whatever profile or cluster a file holds, known by its content rather than by its name."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from penstock import codec
+from penstock import codec, units
+from penstock.cluster import Cluster, parse_cluster
 from penstock.errors import FormatError, PenstockError
 from penstock.formats.dnn_partitioning import parse_placement
 from penstock.formats.pipedream_graph import SEPARATOR, parse_graph
 from penstock.formats.reading import decode_data, load_json, numbered_lines
-from penstock.formats.sparsepipe import merge_kinds, parse_servers, profile_paths
+from penstock.formats.sparsepipe import cluster_of_servers, merge_kinds, parse_servers, profile_paths
 from penstock.profile import Profile
 
 _TRIED = (
@@ -30,6 +31,32 @@ def read_profile(path: Path) -> Profile:
     if first.startswith("Server"):
         return _from_servers(text, path)
     raise FormatError(f"{path}: no profile that Penstock knows; tried {_TRIED}")
+
+
+def read_cluster(text: str) -> Cluster:
+    """A cluster as ``parse_cluster`` reads it, or the devices of a file of another system.
+
+    ``servers.txt@12GB/s,1GB/s`` is a SparsePipe server file with its bandwidths, inside a server and between them;
+    ``placement.json`` is a dnn-partitioning file, which has its own.
+    """
+    file, _, rates = text.rpartition("@")
+    if file and not file.isdecimal() and Path(file).is_file():
+        servers = parse_servers(codec.read_text(Path(file)), file)
+        try:
+            return cluster_of_servers(servers, [units.parse_bytes_per_s(rate) for rate in rates.split(",")], file)
+        except FormatError as error:
+            raise FormatError(f"cluster {text!r}: {error}") from None
+    path = Path(text)
+    if not path.is_file() or path.suffix == ".toml":
+        return parse_cluster(text)
+    content = codec.read_text(path)
+    if content.startswith("Server"):
+        raise FormatError(f"{path}: a server file has no bandwidths; give them too, as in {path}@12GB/s,1.25GB/s")
+    if not content.lstrip().startswith("{"):
+        return parse_cluster(text)
+    if "nodes" not in load_json(content, text):
+        raise FormatError(f"{path}: JSON without devices; a cluster is a TOML file or a dnn-partitioning graph")
+    return parse_placement(content, source=text, model=_model_name(path))[1]
 
 
 def _from_json(data: Any, text: str, path: Path) -> Profile:

@@ -50,6 +50,12 @@ class Downsets:
         total: Floats = self.members @ per_layer
         return total
 
+    def sums_between(self, of_layer: Callable[[Layer], float]) -> Floats:
+        """[smaller, larger]: the sum over the layers of the stage between, where the first is inside the second."""
+        sums = self.sums(of_layer)
+        between: Floats = sums[None, :] - sums[:, None]
+        return between
+
     @cached_property
     def crossing_bytes(self) -> Floats:
         """[downset]: bytes of the values made inside and read outside, each once. Model inputs do not count."""

@@ -9,18 +9,24 @@ from functools import cached_property
 
 from penstock.cluster import Cluster, Level
 from penstock.planner.bounds import area_bound_s
+from penstock.planner.downsets import MOST_DOWNSETS, Downsets, find_downsets, layer_weights
 from penstock.planner.hints import Hints
 from penstock.planner.placements import Placements, find_placements
 from penstock.planner.search import Aim, Found, TableSearch
 from penstock.planner.stages import StageCosts
 from penstock.planner.threshold import ThresholdSearch
+from penstock.profile import Profile
 
 MANY_DEVICES = 48
 """Beyond this, devices all alike are counted rather than placed one by one."""
 FEW_CELLS = 50_000
 """Steps of placement x cuts: below this, every trade of filling time against period is tried."""
-PARETO_STEPS = 24
+PARETO_STEPS = 6
 """Else so many periods between the fewest stages and the tightest."""
+MOST_TRADE_OFFS = 100
+MOST_CELLS = 30_000_000
+"""Steps of placement x stages that are tried for each of them."""
+FEWEST_CUTS = 24
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,8 @@ class Explorer:
 
     def trade_offs(self, tightest_s: float, loosest_s: float) -> Iterator[Found]:
         """Stages that fill quickest, for periods from the loosest to the tightest that is worth it."""
-        for search in self._searches:
-            if isinstance(search, TableSearch):
+        if isinstance(self._searches[0], TableSearch):
+            for search in self._coarse._tables:
                 yield from self._trade_offs(search, tightest_s, loosest_s)
 
     def quickest(self, limit_s: float) -> list[Found]:
@@ -56,12 +62,24 @@ class Explorer:
         found = [each for search in self._tables for each in search.solve(Aim.LATENCY, limit_s)]
         return sorted(found, key=lambda each: (each.value_s, each.num_devices))
 
+    @cached_property
+    def _coarse(self) -> Explorer:
+        """With as many cuts as can be tried several times."""
+        steps = sum(len(node.steps) for search in self._tables for node in search.placements.nodes)
+        most = max(FEWEST_CUTS, math.isqrt(MOST_CELLS // max(steps, 1)))
+        if len(self.stage_costs) <= most:
+            return self
+        costs = self.stage_costs.costs
+        return Explorer(replace(self.stage_costs, downsets=cuts_of(costs.profile, costs.cluster, most)), self.hints)
+
     def _trade_offs(self, search: TableSearch, tightest_s: float, loosest_s: float) -> Iterator[Found]:
         steps = sum(len(node.steps) for node in search.placements.nodes)
         every = steps * len(self.stage_costs) < FEW_CELLS
         shrink = 1 - 1e-9 if every else (tightest_s / max(loosest_s, tightest_s)) ** (1 / PARETO_STEPS)
         limit_s = loosest_s
-        while limit_s >= tightest_s * (1 - 1e-12) and limit_s > 0:
+        for _ in range(MOST_TRADE_OFFS):
+            if limit_s < tightest_s * (1 - 1e-12) or limit_s <= 0:
+                return
             found = search.solve(Aim.FILL, limit_s)
             if not found:
                 return
@@ -139,3 +157,9 @@ def _flat(cluster: Cluster) -> Cluster:
         latency_s=min(level.latency_s for level in cluster.levels),
     )
     return Cluster(name=cluster.name, devices=cluster.devices, levels=(link,))
+
+
+def cuts_of(profile: Profile, cluster: Cluster, most: int = MOST_DOWNSETS) -> Downsets:
+    """The places where the model may be cut."""
+    seconds = profile.compute_s(cluster.devices[0].kind)
+    return find_downsets(profile.graph, layer_weights(profile.graph, seconds), most)

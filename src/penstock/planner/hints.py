@@ -85,11 +85,11 @@ def parse_pin(text: str) -> tuple[str, int]:
     return name, int(stage)
 
 
-def parse_together(text: str) -> tuple[str, str]:
+def parse_no_cut(text: str) -> tuple[str, str]:
     """``layer=layer``."""
     first, _, second = text.partition("=")
     if not first or not second:
-        raise FormatError(f"keep together {text!r}: expected two layers, such as conv1=bn1")
+        raise FormatError(f"no cut {text!r}: expected two layers, such as conv1=bn1")
     return first, second
 
 

@@ -41,11 +41,12 @@ def explain_infeasible(request: Request) -> str:
     names = request.profile.graph.by_id
     whole = len(plan.stages) == 1
     layers = "the whole model" if whole else f"{names[stage.layers[0]].name} .. {names[stage.layers[-1]].name}"
+    leanest = "one stage" if whole else f"{len(plan.stages)} stages"
     remedies = [f"devices with {times:.2g} times the memory", *_other_remedies(request)]
     return (
-        f"no plan for {model} fits {cluster.name}: even the leanest, of {len(plan.stages)} "
-        f"stage{'s' if len(plan.stages) > 1 else ''}, needs {show_bytes(need)} for stage {index} ({layers}) where device "
-        f"{device} has {show_bytes(have)}, {show_bytes(need - have)} too little. What would fit: {', or '.join(remedies)}"
+        f"no plan for {model} fits {cluster.name}: even the leanest, of {leanest}, needs {show_bytes(need)} for stage "
+        f"{index} ({layers}) where device {device} has {show_bytes(have)}, {show_bytes(need - have)} too little. "
+        f"What would fit: {', or '.join(remedies)}"
     )
 
 

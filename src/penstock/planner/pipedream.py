@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from penstock.cluster import ANY_KIND, Cluster, Level
 from penstock.errors import PlanError
-from penstock.graph import Layer
-from penstock.plan import Plan, Prediction, Stage
+from penstock.plan import Plan, Prediction
+from penstock.planner.chains import CutStage, asynchronous_plan, compute_s_between, parameter_bytes, split_off_last
 from penstock.planner.downsets import Bools, Downsets, Floats, find_downsets, layer_weights
 from penstock.profile import Profile
-from penstock.schedule import default_depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +40,6 @@ class PipeDreamOptions:
     fewer_machines: bool = False
     compression: float | None = 1.0
     """of activations on the wire; None counts their transfer as free"""
-
-
-@dataclass(frozen=True)
-class CutStage:
-    """A stage as the program sees it: two downsets, and the devices that run it."""
-
-    smaller: int
-    larger: int
-    devices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -112,49 +102,26 @@ def pipedream_plan(profile: Profile, cluster: Cluster, options: PipeDreamOptions
     """What PipeDream's optimizer would choose, as a plan; predicted by its own formulas."""
     answer = solve(profile, cluster, options)
     total_s = sum(profile.compute_s(ANY_KIND))
-    stages = tuple(
-        Stage(layers=answer.downsets.between(stage.smaller, stage.larger), devices=stage.devices)
-        for stage in answer.stages
+    prediction = Prediction(
+        seconds_per_minibatch=answer.seconds_per_minibatch,
+        lower_bound_s=total_s / len(cluster.devices),
+        data_parallel_s=answer.data_parallel_s,
+        one_device_s=total_s,
     )
-    plan = Plan(
-        profile=profile,
-        cluster=cluster,
-        stages=stages,
-        schedule="pipedream",
-        microbatches=1,
-        prediction=Prediction(
-            seconds_per_minibatch=answer.seconds_per_minibatch,
-            lower_bound_s=total_s / len(cluster.devices),
-            data_parallel_s=answer.data_parallel_s,
-            one_device_s=total_s,
-        ),
-    )
-    depths = [default_depth(plan.pipeline, index) for index in range(len(stages))]
-    return replace(plan, stages=tuple(replace(s, in_flight=d) for s, d in zip(stages, depths, strict=True)))
+    return asynchronous_plan(profile, cluster, answer.downsets, answer.stages, prediction)
 
 
 def _quantities(profile: Profile, downsets: Downsets) -> tuple[Floats, _Quantities]:
-    graph = profile.graph
-    compute_s = dict(zip((layer.id for layer in graph.layers), profile.compute_s(ANY_KIND), strict=True))
-    produced = dict.fromkeys(graph.by_id, 0)
-    for value in graph.values:
+    produced = dict.fromkeys(profile.graph.by_id, 0)
+    for value in profile.graph.values:
         produced[value.producer] += value.num_bytes
-
-    def seconds(layer: Layer) -> float:
-        return 0.0 if layer.is_input else compute_s[layer.id]
-
-    def between(of_layer: Any) -> Floats:
-        sums = downsets.sums(of_layer)
-        difference: Floats = sums[None, :] - sums[:, None]
-        return difference
-
     quantities = _Quantities(
         valid=downsets.contained,
-        parameters=between(lambda layer: float(sum(p.num_bytes for p in graph.parameters_of([layer.id])))),
-        activations=between(lambda layer: 0.0 if layer.is_input else float(produced[layer.id])),
+        parameters=downsets.sums_between(lambda layer: parameter_bytes(profile, layer)),
+        activations=downsets.sums_between(lambda layer: 0.0 if layer.is_input else float(produced[layer.id])),
         out=downsets.crossing_bytes,
     )
-    return np.where(quantities.valid, between(seconds), np.inf), quantities
+    return np.where(quantities.valid, compute_s_between(profile, downsets, ANY_KIND), np.inf), quantities
 
 
 def _alone_s(seconds: Any, parameter_bytes: Any, machines: int, level: Level, inside: int) -> Any:
@@ -187,7 +154,7 @@ def _solve_level(
             if options.memory_bytes is not None:
                 waiting = math.ceil((level.size - machines) / replicas)
                 last = np.where(_fits(stashed.T, waiting, options), last, np.inf)
-            _improve(best, choice, solved.best[machines - replicas - 1], last, replicas)
+            split_off_last(best, choice, solved.best[machines - replicas - 1], last, replicas)
         solved.best.append(best)
         solved.choice.append(choice)
     return solved
@@ -205,20 +172,6 @@ def _part_s(seconds: Floats, given: _Quantities, level: Level, replicas: int, op
 
 def _fits(stashed: Floats, times: int, options: PipeDreamOptions) -> Any:
     return True if options.memory_bytes is None else stashed * times <= options.memory_bytes
-
-
-def _improve(best: Floats, choice: np.ndarray[Any, Any], front: Floats, last: Floats, replicas: int) -> None:
-    """Split each part at its best cut: ``front`` up to the cut, ``last`` [end, cut] from there on."""
-    for start in range(min(len(best), len(last) - 1)):
-        behind = slice(start + 1, None)  # the order puts every cut and every end after the start
-        slowest = np.maximum(front[start, behind], last[behind, behind])
-        chosen = slowest.argmin(axis=1)
-        found = slowest[np.arange(len(slowest)), chosen]
-        better = np.flatnonzero(found < best[start, behind])
-        ends = better + start + 1
-        best[start, ends] = found[better]
-        choice[start, ends, 0] = chosen[better] + start + 1
-        choice[start, ends, 1] = replicas
 
 
 def _stages(

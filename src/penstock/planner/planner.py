@@ -34,15 +34,16 @@ def make_plan(
     for count in _microbatch_counts(profile, cluster, schedule, microbatches):
         request = Request(profile, cluster, schedule, count, hints or Hints(), recompute, samples_per_s)
         found = request.best()
-        if found and (best is None or found[0] < best[0] / CLOSE_ENOUGH):
-            best = found
+        if best and not (found and found[0] < best[0] * CLOSE_ENOUGH):
+            break
+        best = found or best
     if best is None:
         raise PlanError(explain_infeasible(request))
     return best[1]
 
 
 def _microbatch_counts(profile: Profile, cluster: Cluster, schedule: str, asked: int | None) -> list[int]:
-    """Those to try, fewest first: more fill a synchronous pipeline better, each with its own latencies."""
+    """Those to try, most first: they fill a synchronous pipeline best, but each has its own latencies."""
     if family(schedule).asynchronous or not family(schedule).trains:
         if asked not in (None, 1):
             raise PlanError(f"schedule {schedule} has no minibatch beyond the microbatch; leave --microbatches out")
@@ -54,6 +55,6 @@ def _microbatch_counts(profile: Profile, cluster: Cluster, schedule: str, asked:
             )
         return [asked]
     counts = [min(profile.batch_size, 4 * len(cluster.devices))]
-    while counts[0] > 1 and len(cluster.devices) <= MOST_SIMULATED_WORKERS:
-        counts.insert(0, counts[0] // 2)
+    while counts[-1] > 1 and len(cluster.devices) <= MOST_SIMULATED_WORKERS:
+        counts.append(counts[-1] // 2)
     return counts

@@ -12,8 +12,7 @@ import numpy as np
 from penstock.cluster import Cluster
 from penstock.cost import CostModel, PlanCosts, best_shares
 from penstock.plan import Plan, Prediction, Stage
-from penstock.planner.downsets import Downsets, find_downsets, layer_weights
-from penstock.planner.explore import Explorer
+from penstock.planner.explore import Explorer, cuts_of
 from penstock.planner.hints import Hints
 from penstock.planner.search import Found
 from penstock.planner.stages import StageCosts
@@ -86,17 +85,12 @@ class Request:
     def stage_costs(self) -> StageCosts:
         return StageCosts(
             costs=self.costs,
-            downsets=self._downsets,
+            downsets=cuts_of(self.profile, self.cluster),
             family=self.family,
             microbatches=self.microbatches,
             recompute=self.recompute,
             together=self.hints.layers_together(self.profile.graph),
         )
-
-    @cached_property
-    def _downsets(self) -> Downsets:
-        graph = self.profile.graph
-        return find_downsets(graph, layer_weights(graph, self.profile.compute_s(self.cluster.devices[0].kind)))
 
     @cached_property
     def _explorer(self) -> Explorer:
@@ -135,8 +129,7 @@ class Request:
         return sorted(plans.values(), key=lambda plan: (self._estimate_s(plan), len(plan.devices)))
 
     def plan_of_found(self, found: Found, deepest: int | None = None) -> Plan | None:
-        stages = [(self._downsets.between(stage.begin, stage.end), stage.devices) for stage in found.stages]
-        return self.plan_of(stages, deepest)
+        return self.plan_of([(stage.layers, stage.devices) for stage in found.stages], deepest)
 
     def plan_of(self, stages: Sequence[Placed], deepest: int | None = None) -> Plan | None:
         """The plan with these layers on these devices, with shares and depths; None where something is too small."""

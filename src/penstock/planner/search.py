@@ -39,6 +39,7 @@ class FoundStage:
     end: int
     team: Team
     devices: tuple[int, ...]
+    layers: tuple[int, ...]
     behind: int
     """devices at work behind it"""
 
@@ -207,7 +208,7 @@ class TableSearch:
         path.reverse()
         devices = iter(self.placements.devices([step for step, *_ in path]))
         placed = [
-            FoundStage(begin, end, step.team, next(devices), behind)
+            FoundStage(begin, end, step.team, next(devices), self.stage_costs.downsets.between(begin, end), behind)
             for step, begin, end, behind in path
             if step.team is not None
         ]

@@ -7,7 +7,7 @@ a row for each downset where the stage may begin and a column for each where it 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,9 @@ from penstock.planner.downsets import Bools, Downsets, Floats
 from penstock.schedule import Family, replica_depth
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+FEW_DOWNSETS = 64
+"""With no more, the costs of all stages on a team are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,23 @@ class Block:
     trip_s: Floats
     """one microbatch on the slowest replica"""
     busiest: Any
-    """the share of all microbatches that the busiest replica handles"""
+    """the share of all microbatches that the busiest replica handles; one number where it is the same for all"""
+
+    def part(self, where: Any) -> Block:
+        busiest = self.busiest[where] if isinstance(self.busiest, np.ndarray) else self.busiest
+        return Block(self.period_s[where], self.trip_s[where], busiest)
+
+    def only(self, allowed: Bools) -> Block:
+        """The stages that are allowed; the others never end."""
+        return replace(self, period_s=np.where(allowed, self.period_s, np.inf))
+
+    def but(self, other: Block, where: Bools) -> Block:
+        """With the other's costs in some places."""
+        return Block(
+            np.where(where, other.period_s, self.period_s),
+            np.where(where, other.trip_s, self.trip_s),
+            np.where(where, other.busiest, self.busiest),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +98,29 @@ class StageCosts:
 
     def block(self, team: Team, behind: int, begin: Ints, end: Ints) -> Block:
         """Costs of the stages between ``begin`` and ``end`` with so many devices at work behind them."""
-        depth = self.depth(behind, team.size)
-        kinds = [kind for kind, count in enumerate(team.counts) if count]
-        counts = [team.counts[kind] for kind in kinds]
-        plain = self._timed(team, kinds, counts, depth, begin, end, again=False)
+        depth = int(self.depth(behind, team.size))
+        if len(self) > FEW_DOWNSETS:
+            return self._block(team, depth, begin, end)
+        if (team, depth) not in self._blocks:  # the same is asked for many times
+            every = np.arange(len(self))
+            self._blocks[team, depth] = self._block(team, depth, every, every)
+        return self._blocks[team, depth].part(np.ix_(begin, end))
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[Team, int], Block]:
+        return {}
+
+    def _block(self, team: Team, depth: int, begin: Ints, end: Ints) -> Block:
         allowed = self.allowed[np.ix_(begin, end)]
+        plain = self._timed(team, depth, begin, end, again=False)
         if not self.has_limits:
-            return _masked(plain, allowed)
-        fits = self._fits(kinds, counts, depth, plain, begin, end, again=False)
+            return plain.block.only(allowed)
+        fits = self._fits(team, depth, plain, begin, end, again=False)
         if not self.recompute or not self.family.trains or fits[allowed].all():
-            return _masked(plain, allowed & fits)
-        slower = self._timed(team, kinds, counts, depth, begin, end, again=True)
-        fits_again = self._fits(kinds, counts, depth, slower, begin, end, again=True)
-        return _masked(plain, allowed & fits, _masked(slower, allowed & fits_again))
+            return plain.block.only(allowed & fits)
+        slower = self._timed(team, depth, begin, end, again=True)
+        fits_again = self._fits(team, depth, slower, begin, end, again=True)
+        return slower.block.only(allowed & fits_again).but(plain.block, allowed & fits)
 
     def depth(self, behind: Any, replicas: Any) -> Any:
         """Microbatches in flight on a replica, which stands on the devices behind it."""
@@ -103,21 +132,10 @@ class StageCosts:
             depth = np.minimum(depth, self.deepest)
         return depth if self.family.asynchronous else np.minimum(depth, own)
 
-    def recomputes(self, team: Team, behind: int, begin: int, end: int) -> bool:
-        """Whether the stage fits only if it recomputes."""
-        if not self.has_limits or not self.family.trains:
-            return False
-        one = np.array([begin]), np.array([end])
+    def _timed(self, team: Team, depth: int, begin: Ints, end: Ints, *, again: bool) -> _Timed:
         kinds = [kind for kind, count in enumerate(team.counts) if count]
         counts = [team.counts[kind] for kind in kinds]
-        depth = self.depth(behind, team.size)
-        plain = self._timed(team, kinds, counts, depth, *one, again=False)
-        return not bool(self._fits(kinds, counts, depth, plain, *one, again=False).all())
-
-    def _timed(
-        self, team: Team, kinds: list[int], counts: list[int], depth: Any, begin: Ints, end: Ints, *, again: bool
-    ) -> _Timed:
-        stashed = stashes_weights(self.family.asynchronous, int(depth))
+        stashed = stashes_weights(self.family.asynchronous, depth)
         seconds = np.stack([_difference(self._compute_s(kind, again), begin, end) for kind in kinds])
         shares = best_shares(seconds, counts)
         sizes = np.einsum("cij,c->ij", shares, np.array(counts)) if len(kinds) > 1 else float(team.size)
@@ -134,9 +152,8 @@ class StageCosts:
         period_s = pace(round_s, update_s, sync_s, round_size=sizes, microbatches=microbatches)
         return _Timed(Block(period_s, seconds.max(axis=0), busiest), shares)
 
-    def _fits(
-        self, kinds: list[int], counts: list[int], depth: Any, timed: _Timed, begin: Ints, end: Ints, *, again: bool
-    ) -> Bools:
+    def _fits(self, team: Team, depth: int, timed: _Timed, begin: Ints, end: Ints, *, again: bool) -> Bools:
+        kinds = [kind for kind, count in enumerate(team.counts) if count]
         fits = np.ones((len(begin), len(end)), dtype=bool)
         for kind, shares in zip(kinds, timed.shares, strict=True):
             limit = self.classes[kind].memory_bytes
@@ -289,17 +306,6 @@ class _Timed:
     block: Block
     shares: Any
     """[class of the team, begin, end]"""
-
-
-def _masked(timed: _Timed | Block, allowed: Bools, otherwise: Block | None = None) -> Block:
-    block = timed.block if isinstance(timed, _Timed) else timed
-    if otherwise is None:
-        return Block(np.where(allowed, block.period_s, np.inf), block.trip_s, block.busiest)
-    return Block(
-        np.where(allowed, block.period_s, otherwise.period_s),
-        np.where(allowed, block.trip_s, otherwise.trip_s),
-        np.where(allowed, block.busiest, otherwise.busiest),
-    )
 
 
 def _difference(sums: Floats, begin: Ints, end: Ints) -> Floats:

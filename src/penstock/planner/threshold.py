@@ -190,6 +190,7 @@ class ThresholdSearch:
                 stage.end,
                 self._team(stage),
                 tuple(range(last - stage.behind - stage.replicas + 1, last - stage.behind + 1)),
+                self.stage_costs.downsets.between(stage.begin, stage.end),
                 stage.behind,
             )
             for stage in placed
