@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from builders import chain_profile
+from builders import chain_profile, flat_cluster, plan_of
 from penstock import codec
 from penstock.cli.app import app
 from penstock.cluster import parse_cluster
@@ -21,13 +22,14 @@ from penstock.plan import Plan
 from penstock.planner import make_plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
+from penstock.report.drawing import svg_file
 
 OPTIONS = {
     "profile": ["JOB", "--output", "--microbatch-size", "--threads", "--json"],
     "plan": ["PROFILE", "--cluster", "--schedule", "--microbatches", "--straight", "--cost", "--output", "--json"],
     "import": ["FILE", "--output", "--json"],
     "export": ["PLAN", "--format", "--output"],
-    "show": ["FILE", "--json"],
+    "show": ["FILE", "--svg", "--json"],
     "simulate": ["PLAN", "--minibatches", "--output", "--json"],
     "train": ["JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--checkpoint-every", "--timeout", "--json"],
     "verify": ["JOB", "PLAN", "--timeout", "--json"],
@@ -85,11 +87,11 @@ def test_plan_answers_with_stable_keys(tmp_path: Path) -> None:
     answer = json.loads(result.stdout)
     assert set(answer) == {
         "model", "cluster", "schedule", "microbatches", "seconds_per_minibatch", "samples_per_s", "lower_bound", "gap",
-        "speedup_over_data_parallel", "stages",
+        "speedup_over_data_parallel", "bottleneck", "stages",
     }  # fmt: skip
     assert set(answer["stages"][0]) == {
         "layers", "first_layer", "last_layer", "devices", "in_flight", "forward_s", "backward_s", "update_s",
-        "parameter_bytes", "memory_bytes",
+        "microbatch_s", "input_bytes", "output_bytes", "parameter_bytes", "memory_bytes", "memory_share",
     }  # fmt: skip
     assert (tmp_path / "plan.json").exists()
 
@@ -100,6 +102,41 @@ def test_show_and_simulate_answer_in_json(plan_file: Path) -> None:
     answer = json.loads(invoke("simulate", str(plan_file), "--output", str(trace), "--json").stdout)
     assert set(answer) == {"origin", "seconds", "samples_per_s", "workers"}
     assert json.loads(invoke("show", str(trace), "--json").stdout) == answer
+
+
+def cells(output: str) -> list[list[str]]:
+    """The cells of a table's rows, which stand at least two spaces apart."""
+    return [re.split(r"\s{2,}", line.strip()) for line in output.splitlines() if re.match(r"\s+\d", line)]
+
+
+def table_of(plan: Plan, path: Path) -> str:
+    codec.save(plan, path)
+    return str(invoke("show", str(path)).output)
+
+
+def test_the_table_of_a_plan_says_what_each_stage_takes_moves_and_holds(tmp_path: Path) -> None:
+    profile = chain_profile([1e-3, 2e-3, 5e-3], value_bytes=1000, parameter_bytes=10**8)
+    plan = plan_of(profile, flat_cluster(4, memory_bytes=10**9), [[0, 1], [2]], [1, 3])
+    shown = table_of(plan, tmp_path / "plan.json")
+    first, second = cells(shown)
+    assert first == ["0", "layer0 .. layer1", "0", "4", "72 ms", "0 B", "8 KB", "400 MB (40%)"]
+    assert second[:4] == ["1 *", "layer2 (1)", "1-3", "1"]
+    assert second[5:] == ["8 KB", "0 B", "200 MB (20%)"]
+    assert "* bottleneck\n" in re.sub(" +\n", "\n", shown)
+
+
+def test_a_slow_link_is_marked_where_it_leaves_and_no_limit_means_no_share(tmp_path: Path) -> None:
+    plan = plan_of(chain_profile([1e-3] * 2, value_bytes=10**9, parameter_bytes=1), flat_cluster(2), [[0], [1]])
+    shown = table_of(plan, tmp_path / "plan.json")
+    assert [row[0] for row in cells(shown)] == ["0 *", "1"]
+    assert [row[-1] for row in cells(shown)] == ["16 GB", "16 GB"]  # buffers for it both ways
+    assert "* bottleneck: link to 1" in shown
+
+
+def test_show_draws_a_plan(plan_file: Path) -> None:
+    svg = plan_file.with_name("new") / "plan.svg"
+    assert f"drawing written to {svg}" in invoke("show", str(plan_file), "--svg", str(svg)).output.replace("\n", "")
+    assert svg.read_text() == svg_file(codec.load(Plan, plan_file))
 
 
 def test_tables_fit_a_terminal_of_80_columns(plan_file: Path) -> None:
@@ -161,6 +198,7 @@ def test_an_export_to_where_nothing_can_be_written_says_so(plan_file: Path) -> N
 
 WRONG = {
     "no such file": (["show", "nowhere.json"], "nowhere.json: no such file"),
+    "a drawing of a profile": (["show", "profile.json", "--svg", "x.svg"], "--svg draws plans, and this is a profile"),
     "no such job": (["profile", "nowhere.py"], "nowhere.py: no such job file"),
     "a job without job": (["profile", "empty.py"], "has no function `job`"),
     "a job that returns something else": (["profile", "none.py"], "returned NoneType, not penstock.Job"),

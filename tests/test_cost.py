@@ -133,3 +133,43 @@ def test_an_update_beside_microbatches_in_flight_copies_the_weights_first() -> N
     assert model.update_s([0, 1], 0, stashed=False) == pytest.approx(1.0)
     assert model.update_s([0, 1], 0, stashed=True) == pytest.approx(1.5)
     assert [stashes_weights(a, d) for a, d in ((True, 1), (True, 2), (False, 2))] == [False, True, False]
+
+
+def test_the_bottleneck_is_the_slowest_stage_or_link() -> None:
+    def costs(value_bytes: int) -> PlanCosts:
+        profile = chain_profile([1.0, 3.0, 2.0], batch_size=1, value_bytes=value_bytes)
+        return PlanCosts(plan_of(profile, flat_cluster(4, bytes_per_s=1.0), [[0], [1], [2]], [1, 1, 2]))
+
+    assert costs(1).bottleneck() == (1, 1)
+    assert costs(1).bottleneck_s() == costs(1).stage_s(1) == pytest.approx(9.0)
+    assert costs(100).bottleneck() == (0, 1)
+    assert costs(100).bottleneck_s() == costs(100).cut_s(0) == pytest.approx(100.0)
+
+
+def test_memory_is_set_against_the_smallest_device_of_a_stage() -> None:
+    profile = chain_profile([1.0, 1.0], parameter_bytes=100)
+    plan = plan_of(profile, flat_cluster(3, memory_bytes=1000), [[0], [1]], [1, 2])
+    devices = tuple(Device(memory_bytes=size) for size in (None, 800, 400))
+    costs = PlanCosts(replace(plan, cluster=replace(plan.cluster, devices=devices)))
+    assert costs.memory_share(0) is None
+    assert costs.memory_share(1) == pytest.approx(costs.stage_memory_bytes(1) / 400)
+
+
+def test_layers_take_the_time_of_the_slowest_replica() -> None:
+    plan = plan_of(chain_profile([1.0, 2.0], batch_size=1), flat_cluster(2), [[0, 1]], [2])
+    devices = (Device(), Device(speed=0.5))
+    costs = PlanCosts(replace(plan, cluster=replace(plan.cluster, devices=devices)))
+    assert costs.layers_s(0, [1]) == (pytest.approx(4.0), pytest.approx(8.0))
+
+
+def test_a_value_for_several_stages_leaves_once_for_each() -> None:
+    graph = chain_graph(3, value_bytes=10)
+    values = (replace(graph.values[0], consumers=(1, 2)), graph.values[1])
+    plan = plan_of(
+        profile_of(replace(graph, values=values), [layer_seconds(1.0)] * 3, batch_size=1),
+        flat_cluster(3),
+        [[0], [1], [2]],
+    )
+    costs = PlanCosts(plan)
+    assert [costs.output_bytes(stage) for stage in range(3)] == [20, 10, 0]
+    assert [costs.input_bytes(stage) for stage in range(3)] == [0, 10, 20]

@@ -24,7 +24,7 @@ def blocks(text: str, language: str) -> list[str]:
 def test_the_readmes_job_and_commands_work(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks(README, "python")[0])
     commands = re.findall(r"^\$ (penstock .*?)(?:\s+#.*)?$", "\n".join(blocks(README, "console")), flags=re.MULTILINE)
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         arguments = command.split()[1:]
         result = subprocess.run(

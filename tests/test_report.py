@@ -21,6 +21,8 @@ from penstock.plan import Plan, Stage
 from penstock.planner import make_plan
 from penstock.profile import LayerSeconds, Profile
 from penstock.report import content, write_report
+from penstock.report.drawing import inline_svg
+from penstock.report.drawing import style as drawing_style
 from penstock.run import Result
 from penstock.schedule import Action, Kind
 from penstock.simulate import simulate
@@ -150,18 +152,26 @@ def test_names_cannot_break_out_of_the_script(tmp_path: Path) -> None:
     assert "<img" not in page
 
 
+def test_the_page_has_the_drawing_that_show_writes(tmp_path: Path, plan: Plan, simulated: Trace) -> None:
+    page, _ = report(tmp_path / "report.html", plan, simulated)
+    assert inline_svg(plan) in page
+    assert drawing_style() in page
+
+
 def test_replicas_synchronise_and_the_slowest_stage_is_marked(tmp_path: Path, plan: Plan) -> None:
     plan = replicated(plan)
     _, data = report(tmp_path / "report.html", plan, simulate(plan, 8))
     assert data["comparison"]["kinds"] == ["F", "B", "SYNC", "STEP"]
     assert set(data["comparison"]["workers"][2]["seconds"]["SYNC"].values()) == {None}
-    assert [stage["bottleneck"] for stage in data["plan"]["stages"]] == [True, False]
+    assert [stage["bottleneck"] for stage in data["plan"]["stages"]] == ["bottleneck", ""]
+    assert [stage["devices"] for stage in data["plan"]["stages"]] == ["0-1", "2"]
+    assert [stage["input_bytes"] for stage in data["plan"]["stages"]] == [0, 1000]
 
 
 def test_one_worker_and_one_microbatch_are_enough(tmp_path: Path) -> None:
     plan = make_plan(chain(layers=1), parse_cluster("local:1"))
     _, data = report(tmp_path / "report.html", plan, simulate(plan, 1), losses=[2.5])
-    assert [stage["bottleneck"] for stage in data["plan"]["stages"]] == [False]
+    assert [stage["bottleneck"] for stage in data["plan"]["stages"]] == [""]
     assert data["traces"][0]["workers"][0]["actions"] == "0F0 0B0 0STEP0"
 
 
@@ -229,6 +239,8 @@ document.body.dataset.probe = JSON.stringify({
   overflow: document.documentElement.scrollWidth - innerWidth,
   title: document.querySelector("h1").textContent,
   layers: document.querySelectorAll("#layers rect").length,
+  drawn: document.querySelectorAll(".plan [data-layers]").length,
+  colour: getComputedStyle(document.querySelector(".plan .bar")).fill,
 });
 </script></body>"""
 
@@ -263,6 +275,8 @@ def test_browser_draws_the_page_and_finds_actions(tmp_path: Path) -> None:
     assert len(seen["tiles"]) == 6
     assert seen["title"] == data["model"] == HOSTILE
     assert seen["layers"] == 12 + 1  # and a divider between the two stages
+    assert seen["drawn"] == 12
+    assert seen["colour"] == "rgb(119, 170, 221)"
     assert seen["overflow"] <= 0
 
 
@@ -270,5 +284,6 @@ def test_browser_draws_the_page_and_finds_actions(tmp_path: Path) -> None:
 def test_browser_draws_an_empty_trace_when_narrow(tmp_path: Path, plan: Plan, simulated: Trace) -> None:
     report(tmp_path / "report.html", plan, replace(simulated, events=()), losses=[])
     seen = in_browser(tmp_path / "report.html", width=500)
+    assert seen["drawn"] == 12
     assert seen["first"] is None
     assert seen["overflow"] <= 0

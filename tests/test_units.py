@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from builders import law
 from penstock.errors import FormatError
-from penstock.units import parse_bytes, parse_bytes_per_s, parse_seconds, show_bytes, show_seconds
+from penstock.units import parse_bytes, parse_bytes_per_s, parse_seconds, show_bytes, show_numbers, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,13 @@ def test_a_size_shown_reads_back_as_the_same_to_three_digits(num_bytes: int) -> 
 @given(st.floats(1e-9, 1e5))
 def test_a_duration_shown_reads_back_as_the_same_to_three_digits(seconds: float) -> None:
     assert parse_seconds(show_seconds(seconds)) == pytest.approx(seconds, rel=5.1e-3, abs=0.51e-9)
+
+
+def test_what_rounds_to_a_thousand_is_shown_as_one_of_the_next_unit() -> None:
+    assert [show_seconds(0.9996), show_seconds(0.9994), show_seconds(999.7e-6)] == ["1 s", "999 ms", "1 ms"]
+    assert [show_bytes(999.6e6), show_bytes(999.4e6)] == ["1 GB", "999 MB"]
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([3], "3"), ([2, 0, 1], "0-2"), ([8, 0, 1, 5, 6], "0-1, 5-6, 8")])
+def test_numbers_are_shown_in_runs(numbers: list[int], text: str) -> None:
+    assert show_numbers(numbers) == text

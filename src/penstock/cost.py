@@ -254,10 +254,17 @@ class PlanCosts:
         num_bytes = self.model.forward_bytes(set(before), set(after))
         return float(link_s(num_bytes, self.plan.cluster.slowest_link((*here.devices, *behind.devices))))
 
+    def bottleneck(self) -> tuple[int, int]:
+        """What sets the pace: a stage, as (stage, stage), or the cut behind it, as (stage, stage + 1)."""
+        stages = range(self.plan.pipeline.num_stages)
+        loads = {(stage, stage): self.stage_s(stage) for stage in stages}
+        loads |= {(stage, stage + 1): self.cut_s(stage) for stage in stages[:-1]}
+        return max(loads, key=loads.__getitem__)
+
     def bottleneck_s(self) -> float:
         """The slowest stage or cut: what a microbatch takes in steady state, however many are in flight."""
-        stages = range(self.plan.pipeline.num_stages)
-        return max([*map(self.stage_s, stages), *map(self.cut_s, stages[:-1])])
+        stage, behind = self.bottleneck()
+        return self.stage_s(stage) if stage == behind else self.cut_s(stage)
 
     def fill_s(self) -> float:
         """One microbatch through all stages but the last, forth and back: how long a synchronous pipeline fills."""
@@ -268,6 +275,36 @@ class PlanCosts:
         stages = self.plan.pipeline.workers
         compute_s = sum(max(map(self._microbatch_s, workers)) for workers in stages)
         return compute_s + sum(self._crossing_s(stage) for stage in range(len(stages) - 1))
+
+    def input_bytes(self, stage: int) -> float:
+        """What a stage reads from earlier ones, per microbatch."""
+        return sum(self._forward_bytes(source, stage) for source in self.plan.pipeline.reads[stage])
+
+    def output_bytes(self, stage: int) -> float:
+        """What a stage sends to later ones, per microbatch."""
+        return sum(self._forward_bytes(stage, target) for target in self.plan.pipeline.read_by[stage])
+
+    def _forward_bytes(self, source: int, target: int) -> float:
+        stages = self.plan.stages
+        return self.model.forward_bytes(frozenset(stages[source].layers), frozenset(stages[target].layers))
+
+    def stage_memory_bytes(self, stage: int) -> float:
+        """Peak bytes of the replica that needs most."""
+        return max(map(self.memory_bytes, self.plan.pipeline.workers[stage]))
+
+    def memory_share(self, stage: int) -> float | None:
+        """Of its device's memory, by the replica that is nearest to filling it; None where memory is no constraint."""
+        workers = self.plan.pipeline.workers[stage]
+        sizes = {worker: self.plan.cluster.devices[self.plan.devices[worker]].memory_bytes for worker in workers}
+        return max((self.memory_bytes(worker) / size for worker, size in sizes.items() if size), default=None)
+
+    def layers_s(self, stage: int, layers: Collection[int]) -> tuple[float, float]:
+        """Forward and backward of some of a stage's layers, on the replica that takes longest for a microbatch."""
+        device = self.plan.devices[max(self.plan.pipeline.workers[stage], key=self._microbatch_s)]
+        forward_s = self.model.forward_s(layers, device)
+        if not family(self.plan.schedule).trains:
+            return forward_s, 0.0
+        return forward_s, self.model.backward_s(layers, device, recompute=self.plan.stages[stage].recompute)
 
     def minibatch_s(self) -> float:
         """A minibatch's microbatches at the bottleneck's pace, and what it takes to fill a synchronous pipeline."""

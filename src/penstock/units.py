@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 from penstock.errors import FormatError
 
@@ -14,6 +15,8 @@ _BYTES = {
     "BIT": 1 / 8, "KBIT": 1e3 / 8, "MBIT": 1e6 / 8, "GBIT": 1e9 / 8,
 }  # fmt: skip
 _SECONDS = {"": 1.0, "S": 1.0, "MS": 1e-3, "US": 1e-6, "NS": 1e-9}
+_ROUNDS_UP = 0.9995
+"""To three digits this is 1: the larger unit shows it better than 1e+03 of the smaller one."""
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -33,16 +36,27 @@ def parse_seconds(text: str | float) -> float:
 
 def show_bytes(num_bytes: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if num_bytes >= size:
+        if num_bytes >= _ROUNDS_UP * size:
             return f"{num_bytes / size:.3g} {unit}"
     return f"{num_bytes:.0f} B"
 
 
 def show_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
+        if seconds >= _ROUNDS_UP * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-9:.0f} ns"
+
+
+def show_numbers(numbers: Iterable[int]) -> str:
+    """0-3, 8: as people write them."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _parse(text: str | float, units: dict[str, float], expected: str) -> float:

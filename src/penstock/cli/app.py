@@ -22,6 +22,7 @@ from penstock.formats import plan_text, read_cluster, read_profile
 from penstock.plan import Plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
+from penstock.report.drawing import svg_file
 from penstock.run import RunDirectory
 from penstock.trace import Trace
 
@@ -187,9 +188,10 @@ def export_plan(
     typer.echo(f"{form} written to {output}")
 
 
-@app.command(epilog="Example: penstock show plan.json")
+@app.command(epilog="Examples: penstock show plan.json; penstock show plan.json --svg plan.svg")
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="a profile, plan or trace")],
+    svg: Annotated[Path | None, typer.Option(help="where to draw a plan's layer graph, coloured by stage")] = None,
     as_json: Json = False,
 ) -> None:
     """Print what a file holds."""
@@ -207,7 +209,11 @@ def show(
         raise FormatError(f"{file}: format is {tag!r}; expected one of {', '.join(kinds)}")
     cls, table, answer = kinds[tag]
     value = codec.loads(cls, text, str(file))
-    _answer(answer(value), as_json, lambda: table(value))
+    if svg is not None:
+        if not isinstance(value, Plan):
+            raise FormatError(f"{file}: --svg draws plans, and this is a {cls.__name__.lower()}")
+        codec.write_text(svg_file(value), svg)
+    _answer(answer(value), as_json, lambda: table(value), f"drawing written to {svg}" if svg else "")
 
 
 @app.command(epilog="Example: penstock simulate plan.json --minibatches 100")

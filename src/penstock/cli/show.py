@@ -13,9 +13,10 @@ from rich.table import Table
 from penstock.cost import PlanCosts
 from penstock.plan import Plan
 from penstock.profile import Profile
+from penstock.report.stages import bottleneck_text, show_memory
 from penstock.schedule import Action, Kind
 from penstock.trace import Trace
-from penstock.units import show_bytes, show_seconds
+from penstock.units import show_bytes, show_numbers, show_seconds
 
 
 def print_table(table: Table) -> None:
@@ -66,6 +67,7 @@ def plan_answer(plan: Plan) -> dict[str, Any]:
         "lower_bound": prediction.lower_bound_s,
         "gap": prediction.gap,
         "speedup_over_data_parallel": _rate(data_parallel_s, prediction.seconds_per_minibatch),
+        "bottleneck": dict(zip(("from_stage", "to_stage"), costs.bottleneck(), strict=True)),
         "stages": [_stage_answer(costs, index) for index in range(len(plan.stages))],
     }
 
@@ -87,47 +89,42 @@ def _stage_answer(costs: PlanCosts, index: int) -> dict[str, Any]:
         "forward_s": costs.compute_s(Action(index, Kind.FORWARD, 0), worker),
         "backward_s": costs.compute_s(Action(index, Kind.BACKWARD, 0), worker),
         "update_s": costs.compute_s(Action(index, Kind.STEP, 0), worker),
+        "microbatch_s": costs.stage_s(index),
+        "input_bytes": costs.input_bytes(index),
+        "output_bytes": costs.output_bytes(index),
         "parameter_bytes": costs.model.parameter_bytes(stage.layers),
-        "memory_bytes": max(map(costs.memory_bytes, plan.pipeline.workers[index])),
+        "memory_bytes": costs.stage_memory_bytes(index),
+        "memory_share": costs.memory_share(index),
     }
 
 
 def plan_table(plan: Plan) -> Table:
-    answer = plan_answer(plan)
+    answer, costs = plan_answer(plan), PlanCosts(plan)
+    marks = [bottleneck_text(costs, index) for index in range(len(plan.stages))]
     table = Table(
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         title=f"{plan.profile.model} on {plan.cluster.name}, schedule {plan.schedule}",
-        caption=_summary(answer),
+        caption="; ".join(["time, in and out per microbatch", *(f"* {mark}" for mark in marks if mark)])
+        + f"\n{_summary(answer)}",
     )
-    for column in ("stage", "layers", "devices"):
+    table.add_column("stage", no_wrap=True)
+    for column in ("layers", "devices"):
         table.add_column(column, overflow="fold")
-    for column in ("in flight", "compute", "weights", "memory"):
+    for column in ("in\nflight", "time", "in", "out", "memory"):
         table.add_column(column, justify="right", no_wrap=True)
-    stages = answer["stages"]
-    costs = PlanCosts(plan)
-    load = [costs.stage_s(index) for index in range(len(stages))]
-    for index, stage in enumerate(stages):
-        slowest = len(stages) > 1 and load[index] == max(load)
+    for index, stage in enumerate(answer["stages"]):
+        ends = (stage["first_layer"], stage["last_layer"])
         table.add_row(
-            f"{index} *" if slowest else str(index),
-            f"{stage['first_layer']} .. {stage['last_layer']} ({len(stage['layers'])})",
-            _ranges(stage["devices"]),
+            f"{index} *" if marks[index] else str(index),
+            f"{' .. '.join(dict.fromkeys(ends))} ({len(stage['layers'])})",
+            show_numbers(stage["devices"]),
             str(stage["in_flight"]),
-            show_seconds(stage["forward_s"] + stage["backward_s"] + stage["update_s"]),
-            *(show_bytes(stage[key]) for key in ("parameter_bytes", "memory_bytes")),
+            show_seconds(stage["microbatch_s"]),
+            *(show_bytes(stage[key]) for key in ("input_bytes", "output_bytes")),
+            show_memory(costs, index),
         )
     return table
-
-
-def _ranges(numbers: list[int]) -> str:
-    """0-3, 8: as people write them."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _summary(answer: dict[str, Any]) -> str:
@@ -135,8 +132,7 @@ def _summary(answer: dict[str, Any]) -> str:
     beside = f"{speedup:.2f}x data parallelism; " if speedup is not None else ""
     rate = answer["samples_per_s"]
     rate = f"{rate:.1f} samples/s" if rate is not None else "no time at all, as the profile has none"
-    star = "; * slowest stage" if len(answer["stages"]) > 1 else ""
-    return f"predicted {rate}; {beside}{answer['gap']:.0%} above the lower bound{star}"
+    return f"predicted {rate}; {beside}{answer['gap']:.0%} above the lower bound"
 
 
 def trace_answer(trace: Trace) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 // The two drawings in SVG: the layers coloured by stage, and the loss curve.
 
-const STAGE_COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#d0d0d0"];
-const stageColour = (stage) => STAGE_COLOURS[stage % STAGE_COLOURS.length];
+const STAGE_COLOURS = 8; // of colours.css
+const stageColour = (stage) => `var(--stage-${stage % STAGE_COLOURS})`;
 
 function svgElement(parent, tag, attributes, text) {
   const element = document.createElementNS(parent.namespaceURI, tag);

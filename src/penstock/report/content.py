@@ -12,9 +12,11 @@ from penstock import __version__
 from penstock.cost import PlanCosts
 from penstock.errors import FormatError
 from penstock.plan import Plan, Stage
+from penstock.report.stages import bottleneck_text
 from penstock.run import Result
 from penstock.schedule import Action, Kind
 from penstock.trace import Event, Trace
+from penstock.units import show_numbers
 
 # Beyond these the page would be slow to open and the eye would see nothing more.
 MAX_EVENTS = 200_000
@@ -114,8 +116,6 @@ def _packed(events: Sequence[Event], origin_s: float) -> dict[str, Any]:
 def _plan(plan: Plan) -> dict[str, Any]:
     costs = PlanCosts(plan)
     stages = [_stage(costs, index) for index in range(len(plan.stages))]
-    if len(stages) > 1:
-        max(stages, key=lambda stage: stage["microbatch_s"])["bottleneck"] = True
     prediction = plan.prediction
     return {
         "stages": stages,
@@ -140,27 +140,28 @@ def _stage(costs: PlanCosts, index: int) -> dict[str, Any]:
         "first": names[layers[0]].name,
         "last": names[layers[-1]].name,
         "layers": len(layers),
-        "devices": list(stage.devices),
+        "devices": show_numbers(stage.devices),
         "in_flight": stage.in_flight,
         "parameter_bytes": costs.model.parameter_bytes(stage.layers),
         "forward_s": forward_s,
         "backward_s": backward_s,
-        "bottleneck": False,
         "microbatch_s": costs.stage_s(index),
+        "input_bytes": costs.input_bytes(index),
+        "output_bytes": costs.output_bytes(index),
+        "memory_bytes": costs.stage_memory_bytes(index),
+        "memory_share": costs.memory_share(index),
+        "bottleneck": bottleneck_text(costs, index),
     }
 
 
 def _layers(costs: PlanCosts, index: int) -> list[dict[str, Any]]:
-    plan, stage, model = costs.plan, costs.plan.stages[index], costs.model
-    return [
-        {
-            "name": plan.profile.graph.by_id[layer].name,
-            "stage": index,
-            "forward_s": model.forward_s([layer], stage.devices[0]),
-            "backward_s": model.backward_s([layer], stage.devices[0]),
-        }
-        for layer in _in_order(plan, stage)
-    ]
+    plan, stage = costs.plan, costs.plan.stages[index]
+    layers = []
+    for layer in _in_order(plan, stage):
+        forward_s, backward_s = costs.layers_s(index, [layer])
+        name = plan.profile.graph.by_id[layer].name
+        layers.append({"name": name, "stage": index, "forward_s": forward_s, "backward_s": backward_s})
+    return layers
 
 
 def _in_order(plan: Plan, stage: Stage) -> list[int]:

@@ -43,6 +43,21 @@ function tip(target, text, small) {
   target.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hideTooltip());
 }
 
+// A drawing tells its figures in <title>s, which need a mouse; the page's tooltip shows them to a finger too.
+function tipTitles(drawing) {
+  for (const title of drawing.querySelectorAll("title")) {
+    const [text, ...rest] = title.textContent.split("\n");
+    tip(title.parentElement, text, rest.join("\n"));
+    title.remove();
+  }
+}
+
+// On a narrow screen a wide graph may begin beside the screen.
+function scrollToFirstBlock(box) {
+  const { x, width } = box.querySelector(".box").getBBox(), middle = x + width / 2;
+  if (middle > 0.9 * box.clientWidth) box.scrollLeft = middle - box.clientWidth / 2;
+}
+
 // ---- title and key figures
 
 function fillHeader() {
@@ -178,29 +193,28 @@ function fillComparison() {
   ))));
 }
 
-function devicesText(devices) {
-  const names = devices.length > 6 ? `${devices.slice(0, 5).join(", ")}, … ${devices.at(-1)}` : devices.join(", ");
-  return devices.length > 1 ? `${names} (${devices.length} replicas)` : names;
-}
-
 function fillPlan() {
   const { stages, minibatch_s, gap, data_parallel_s, one_device_s } = content.plan;
   const facts = [`Predicted ${showSeconds(minibatch_s)} per minibatch, ${percent(gap)} above the proven lower bound`];
   if (data_parallel_s !== null) facts.push(`plain data parallelism would take ${showSeconds(data_parallel_s)}`);
   if (one_device_s !== null) facts.push(`one device ${showSeconds(one_device_s)}`);
   byId("plan-note").textContent = `${facts.join("; ")}.`;
-  const names = ["Stage", "Layers", "Count", "Devices", "In flight", "Parameters", "Forward", "Backward", "Per microbatch"];
+  const names = [
+    "Stage", "Layers", "Devices", "In flight", "Parameters", "Memory", "Receives", "Sends", "Forward", "Backward", "Per microbatch",
+  ];
   const head = row(...names.map((name) => heading(name, { className: name === "Layers" ? "text" : "" })));
-  byId("stages").append(table("", [head], stages.map((stage, index) => {
+  byId("stages").append(table("dense", [head], stages.map((stage, index) => {
     const chip = element("span", "chip");
     chip.style.background = stageColour(index);
-    const badge = stage.bottleneck ? [element("span", "badge", "bottleneck")] : [];
+    const badge = stage.bottleneck ? [element("span", "badge", stage.bottleneck)] : [];
+    const share = stage.memory_share === null ? "" : ` (${Math.round(stage.memory_share * 100)} %)`;
     return row(
       rowHeading(chip, String(index), ...badge),
-      cell(stage.layers > 1 ? `${stage.first} … ${stage.last}` : stage.first, "text wrap"),
-      cell(String(stage.layers)), cell(devicesText(stage.devices)), cell(String(stage.in_flight)),
-      cell(showBytes(stage.parameter_bytes)), cell(showSeconds(stage.forward_s)), cell(showSeconds(stage.backward_s)),
-      cell(showSeconds(stage.microbatch_s)),
+      cell(stage.layers > 1 ? `${stage.first} … ${stage.last} (${stage.layers})` : stage.first, "text wrap"),
+      cell(stage.devices), cell(String(stage.in_flight)),
+      cell(showBytes(stage.parameter_bytes)), cell(`${showBytes(stage.memory_bytes)}${share}`),
+      cell(showBytes(stage.input_bytes)), cell(showBytes(stage.output_bytes)),
+      cell(showSeconds(stage.forward_s)), cell(showSeconds(stage.backward_s)), cell(showSeconds(stage.microbatch_s)),
     );
   })));
 }
@@ -235,6 +249,8 @@ fillFigures();
 fillComparison();
 fillPlan();
 fillLossNote();
+tipTitles(document.querySelector(".plan"));
+scrollToFirstBlock(document.querySelector(".drawing"));
 byId("footer").textContent = `Written by Penstock ${content.version}. This page is complete in itself and loads nothing.`;
 drawCharts();
 const timeline = startTimeline();
@@ -250,7 +266,7 @@ new ResizeObserver(() => {
 }).observe(document.body);
 for (const query of ["(prefers-color-scheme: dark)", `(resolution: ${window.devicePixelRatio}dppx)`])
   window.matchMedia(query).addEventListener("change", () => (timeline.layOut(), timeline.draw()));
-document.addEventListener("scroll", hideTooltip, { passive: true });
+document.addEventListener("scroll", hideTooltip, { passive: true, capture: true }); // of the boxes that scroll too
 
 // What a test, or a curious reader at the console, can ask of the page.
 window.penstock = {

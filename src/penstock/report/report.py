@@ -11,23 +11,31 @@ from typing import Any
 
 from penstock import codec
 from penstock.plan import Plan
+from penstock.report import drawing
 from penstock.report.content import report_content
 from penstock.run import Result
 from penstock.trace import Trace
 
-_ASSETS = {"style": "style.css", "timeline": "timeline.js", "charts": "charts.js", "page": "page.js"}
+_ASSETS = {
+    "colours": "colours.css",
+    "style": "style.css",
+    "timeline": "timeline.js",
+    "charts": "charts.js",
+    "page": "page.js",
+}
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
 def write_report(path: Path, *, plan: Plan, measured: Trace, simulated: Trace, result: Result) -> None:
     """Write a self-contained page; ``simulated`` is the simulator's trace of the same plan."""
     content = report_content(plan=plan, measured=measured, simulated=simulated, result=result)
-    codec.write_text(_page(content), path)
+    codec.write_text(_page(content, drawing.inline_svg(plan)), path)
 
 
-def _page(content: dict[str, Any]) -> str:
+def _page(content: dict[str, Any], graph: str) -> str:
     title = f"{content['model']} on {content['cluster']}: Penstock report"
     parts = {slot: _asset(name) for slot, name in _ASSETS.items()}
+    parts |= {"drawing": graph, "drawing_style": drawing.style()}
     parts |= {"title": html.escape(title), "content": _json_for_script(content)}
     # One pass: what is put in is never searched for slots, so a layer named {{style}} stays a name.
     return _SLOT.sub(lambda slot: parts[slot[1]], _asset("template.html"))

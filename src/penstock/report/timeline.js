@@ -29,7 +29,7 @@ function showSeconds(seconds, digits = 3) {
 function showBytes(bytes) {
   for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["KB", 1e3]])
     if (bytes >= size) return `${significant(bytes / size)} ${unit}`;
-  return `${bytes} B`;
+  return `${Math.round(bytes)} B`;
 }
 
 // A step of 1, 2 or 5 times a power of ten, of which about `count` fit in the span.
