@@ -7,10 +7,30 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.cluster import Cluster
+from penstock.cluster import Cluster, Level
 from penstock.plan import Plan, Stage
 from penstock.profile import LayerSeconds, Profile
 from penstock.schedule import Action, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Messages of one size that cross a link one after another."""
+
+    messages: int
+    bytes_each: float
+
+    def seconds(self, link: Level) -> float:
+        return self.messages * (link.latency_s + self.bytes_each / link.bytes_per_s)
+
+
+def message(num_bytes: float) -> Traffic:
+    return Traffic(1, num_bytes)
+
+
+def ring_allreduce(num_bytes: float, members: int) -> Traffic:
+    """Each of n members sends and receives 2 (n-1) times an n-th of the bytes."""
+    return Traffic(2 * (members - 1), num_bytes / members)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +66,13 @@ class CostModel:
         """One message between two devices."""
         if num_bytes == 0:
             return 0.0
-        link = self.cluster.link(source, target)
-        return link.latency_s + num_bytes / link.bytes_per_s
+        return message(num_bytes).seconds(self.cluster.link(source, target))
 
     def allreduce_s(self, num_bytes: float, devices: Sequence[int]) -> float:
-        """A ring all-reduce: each of n devices sends and receives 2 (n-1)/n of the bytes over the slowest link."""
-        n = len(devices)
-        if n < 2 or num_bytes == 0:
+        """A ring all-reduce at the pace of the slowest link."""
+        if len(devices) < 2 or num_bytes == 0:
             return 0.0
-        link = self.cluster.slowest_link(devices)
-        return 2 * (n - 1) * (link.latency_s + num_bytes / n / link.bytes_per_s)
+        return ring_allreduce(num_bytes, len(devices)).seconds(self.cluster.slowest_link(devices))
 
     def parameter_bytes(self, layers: Collection[int]) -> int:
         return sum(parameter.num_bytes for parameter in self.profile.graph.parameters_of(layers))
