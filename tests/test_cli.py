@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ OPTIONS = {
     "report": ["RUN", "--json"],
     "bench": ["NAME", "--json"],
     "demo": ["--run-dir"],
+    "cluster measure": ["--workers", "--output", "--timeout", "--json"],
 }
 JOB = """
 import torch
@@ -65,11 +67,18 @@ def plan_file(tmp_path: Path) -> Path:
     return path
 
 
+def verbs(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from verbs(command, f"{name} ")
+        else:
+            yield before + name, command
+
+
 def test_options_are_few_and_frozen() -> None:
     """Whoever changes an option changes this test, the docs and the changelog with it."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     found = {}
-    for name, command in commands.items():
+    for name, command in verbs(typer.main.get_command(app)):
         names = [p.opts[0] if p.opts[0].startswith("-") else p.metavar.strip("[]") for p in command.params]
         found[name] = [option for option in names if option != "--help"]
     assert found == OPTIONS
@@ -77,7 +86,7 @@ def test_options_are_few_and_frozen() -> None:
 
 @pytest.mark.parametrize("verb", OPTIONS)
 def test_help_shows_an_example(verb: str) -> None:
-    assert "Example" in invoke(verb, "--help").output
+    assert "Example" in invoke(*verb.split(), "--help").output
 
 
 def test_plan_answers_with_stable_keys(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import clusters, law
-from penstock.cluster import Cluster, Device, Level, parse_cluster
+from penstock.cluster import Cluster, Device, Level, cluster_toml, parse_cluster, parse_cluster_toml
 from penstock.errors import ClusterError, FormatError, PenstockError
 
 TOML = """
@@ -164,3 +164,32 @@ def test_levels_that_do_not_multiply_to_the_devices_are_refused() -> None:
 def test_a_link_to_a_device_outside_the_cluster_is_refused() -> None:
     with pytest.raises(ClusterError, match="devices 0 and 4 are not both in local:4"):
         parse_cluster("local:4").link(0, 4)
+
+
+def test_a_cluster_is_written_with_units_counts_and_comments() -> None:
+    cluster = parse_cluster_toml(TOML, "two.toml")
+    lines = cluster_toml(cluster, ["Made by hand,", "with\nline breaks"], ["inside", "between"]).splitlines()
+    assert lines[:4] == ["# Made by hand,", "# with line breaks", "", 'name = "two hosts"']
+    assert lines[5:10] == ["[[devices]]", "count = 2", 'kind = "Tesla V100"', 'memory = "16GiB"', ""]
+    assert lines[-5:] == ["", "[[levels]]  # between", "size = 2", 'bandwidth = "1.25GB/s"', 'latency = "0ns"']
+
+
+@law
+@given(clusters(max_devices=12), st.text(), st.text(), st.lists(st.text()), st.booleans())
+def test_a_cluster_written_reads_back_as_itself_to_three_digits(
+    cluster: Cluster, name: str, kind: str, about: list[str], memory: bool
+) -> None:
+    first = Device(kind=kind, memory_bytes=7 * 10**9 if memory else None, speed=0.3)
+    cluster = Cluster(name=name, devices=(first, *cluster.devices[1:]), levels=cluster.levels)
+    text = cluster_toml(cluster, about, about[:1] * len(cluster.levels))
+    found = parse_cluster_toml(text, "cluster.toml")
+    assert (found.name, len(found.devices)) == (name, len(cluster.devices))
+    for one, two in zip(cluster.devices, found.devices, strict=True):
+        assert (one.kind, one.speed) == (two.kind, two.speed)
+        assert (one.memory_bytes is None) == (two.memory_bytes is None)
+        assert (two.memory_bytes or 0) == pytest.approx(one.memory_bytes or 0, rel=1e-2)
+    for level, read in zip(cluster.levels, found.levels, strict=True):
+        assert read.size == level.size
+        assert read.bytes_per_s == pytest.approx(level.bytes_per_s, rel=5.1e-3)
+        assert read.latency_s == pytest.approx(level.latency_s, rel=5.1e-3, abs=1e-12)
+    assert cluster_toml(found, about, about[:1] * len(cluster.levels)) == text

@@ -17,7 +17,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "job", "run",
     ),
     1: ("cost", "sync"),
-    2: ("planner", "simulate", "formats"),
+    2: ("planner", "simulate", "formats", "survey"),
     3: ("runtime",),
     4: ("adapt",),
     5: ("cli", "report", "workloads", "bench", "__main__"),

@@ -17,6 +17,8 @@ import torch
 from in_threads import even_plan, profile, profile_of
 from models import make_job
 from penstock import codec
+from penstock.cluster import load_cluster
+from penstock.planner import make_plan
 from penstock.run import RunDirectory
 from penstock.schedule import Kind
 
@@ -126,6 +128,18 @@ def test_torchrun_starts_the_same_workers(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
     assert result.returncode == 0, result.stderr
     assert RunDirectory(tmp_path / "run").load()[2].samples == 23
+
+
+def test_a_measured_cluster_can_be_planned_for(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    answer = json.loads(penstock("cluster", "measure", "--workers", 2, "--output", file, "--json").stdout)
+    assert set(answer) == {"output", "cluster", "hosts", "levels", "remarks"}
+    cluster = load_cluster(file)
+    assert codec.encode(cluster) == answer["cluster"]
+    assert [len(host["workers"]) for host in answer["hosts"]] == [2]
+    assert [level["reach"] for level in answer["levels"]] == ["inside a host"]
+    assert cluster.levels[0].size == 2
+    assert make_plan(profile_of("conv"), cluster).cluster == cluster
 
 
 def test_an_exception_in_a_job_is_shown_once_with_its_traceback(tmp_path: Path) -> None:

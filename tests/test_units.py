@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from builders import law
 from penstock.errors import FormatError
-from penstock.units import parse_bytes, parse_bytes_per_s, parse_seconds, show_bytes, show_numbers, show_seconds
+from penstock.units import (
+    parse_bytes,
+    parse_bytes_per_s,
+    parse_seconds,
+    show_bytes,
+    show_numbers,
+    show_seconds,
+    write_bytes,
+    write_bytes_per_s,
+    write_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -88,3 +98,39 @@ def test_what_rounds_to_a_thousand_is_shown_as_one_of_the_next_unit() -> None:
 @pytest.mark.parametrize(("numbers", "text"), [([3], "3"), ([2, 0, 1], "0-2"), ([8, 0, 1, 5, 6], "0-1, 5-6, 8")])
 def test_numbers_are_shown_in_runs(numbers: list[int], text: str) -> None:
     assert show_numbers(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (write_bytes(24 * 2**30), "24GiB"),
+        (write_bytes(24 * 2**30 - 1), "23.99GiB"),
+        (write_bytes(4096), "4KiB"),
+        (write_bytes(1000), "1000B"),
+        (write_bytes_per_s(1.1e9), "1.1GB/s"),
+        (write_bytes_per_s(999.9e6), "1GB/s"),
+        (write_bytes_per_s(12.5e6), "12.5MB/s"),
+        (write_bytes_per_s(3.0), "3B/s"),
+        (write_seconds(110e-6), "110us"),
+        (write_seconds(0.9999e-3), "1ms"),
+        (write_seconds(0.0), "0ns"),
+        (write_seconds(2.0), "2s"),
+    ],
+)
+def test_quantities_are_written_into_files_as_people_write_them(written: str, expected: str) -> None:
+    assert written == expected
+
+
+@law
+@given(st.integers(1, 10**15))
+def test_a_size_written_is_never_more_than_it_was_and_writes_again_as_the_same(num_bytes: int) -> None:
+    written = write_bytes(num_bytes)
+    assert 0.99 * num_bytes <= parse_bytes(written) <= num_bytes + 1
+    assert write_bytes(parse_bytes(written)) == written
+
+
+@law
+@given(st.floats(1e-9, 1e5), st.floats(1.0, 1e13))
+def test_durations_and_rates_written_read_back_to_three_digits(seconds: float, bytes_per_s: float) -> None:
+    assert parse_seconds(write_seconds(seconds)) == pytest.approx(seconds, rel=5.1e-3)
+    assert parse_bytes_per_s(write_bytes_per_s(bytes_per_s)) == pytest.approx(bytes_per_s, rel=5.1e-3)

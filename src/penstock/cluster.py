@@ -7,6 +7,7 @@ each of four hosts joined at 1.25 GB/s. Two devices talk over the lowest level t
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import tomllib
 from collections.abc import Sequence
@@ -111,13 +112,45 @@ def local_cluster(workers: int) -> Cluster:
 def load_cluster(path: Path) -> Cluster:
     """Read a cluster file (TOML); see docs/clusters.md for the keys."""
     text = codec.read_text(path) if path.suffix == ".toml" or path.exists() else _not_a_cluster(str(path))
+    return parse_cluster_toml(text, str(path))
+
+
+def parse_cluster_toml(text: str, source: str) -> Cluster:
+    """The cluster of a TOML text; ``source`` (a file name) starts every error."""
     try:
-        data = tomllib.loads(text)
-        return _from_toml(data)
+        return _from_toml(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise FormatError(f"{path}: not TOML ({error}); see docs/clusters.md for an example") from None
+        raise FormatError(f"{source}: not TOML ({error}); see docs/clusters.md for an example") from None
     except PenstockError as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(f"{source}: {error}") from None
+
+
+def cluster_toml(cluster: Cluster, about: Sequence[str] = (), about_levels: Sequence[str] = ()) -> str:
+    """The text of a cluster file, rounded to what people read; ``about`` becomes comments, one line each."""
+    parts = [f"# {_on_one_line(line)}".rstrip() for line in about]
+    parts += ["", f"name = {_quoted(cluster.name)}"] if about else [f"name = {_quoted(cluster.name)}"]
+    for device, equal in itertools.groupby(cluster.devices):
+        parts += ["", "[[devices]]", f"count = {len(list(equal))}"]
+        if device.kind != ANY_KIND:
+            parts.append(f"kind = {_quoted(device.kind)}")
+        if device.memory_bytes is not None:
+            parts.append(f'memory = "{units.write_bytes(device.memory_bytes)}"')
+        if device.speed != 1.0:
+            parts.append(f"speed = {device.speed}")
+    for level, note in zip(cluster.levels, about_levels or [""] * len(cluster.levels), strict=True):
+        parts += ["", f"[[levels]]  # {_on_one_line(note)}" if note else "[[levels]]", f"size = {level.size}"]
+        parts.append(f'bandwidth = "{units.write_bytes_per_s(level.bytes_per_s)}"')
+        parts.append(f'latency = "{units.write_seconds(level.latency_s)}"')
+    return "\n".join(parts) + "\n"
+
+
+def _on_one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _quoted(text: str) -> str:
+    """A TOML string; its escapes are those of JSON, which alone leaves DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _not_a_cluster(text: str) -> str:

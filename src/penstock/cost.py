@@ -22,6 +22,27 @@ WORTH_A_LONGER_ROUND = 1.01
 Array = np.ndarray[Any, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Messages of one size that cross a link one after another; numbers, or arrays of them."""
+
+    messages: Any
+    bytes_each: Any
+
+    def seconds(self, link: Level) -> Any:
+        """Nothing to send takes no time."""
+        return self.messages * (link.latency_s * (self.bytes_each > 0) + self.bytes_each / link.bytes_per_s)
+
+
+def message(num_bytes: Any) -> Traffic:
+    return Traffic(1, num_bytes)
+
+
+def ring_allreduce(num_bytes: Any, members: Any) -> Traffic:
+    """Each of n members sends and receives 2 (n-1) times an n-th of the bytes."""
+    return Traffic(2 * (members - 1), num_bytes / members)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Costs of running layers of a profile on devices of a cluster, ``microbatch_size`` samples at a time.
@@ -55,15 +76,13 @@ class CostModel:
 
     def transfer_s(self, num_bytes: float, source: int, target: int) -> float:
         """One message between two devices."""
-        if num_bytes == 0:
-            return 0.0
-        link = self.cluster.link(source, target)
-        return link.latency_s + num_bytes / link.bytes_per_s
+        return float(message(num_bytes).seconds(self.cluster.link(source, target)))
 
     def allreduce_s(self, num_bytes: float, devices: Sequence[int]) -> float:
+        """A ring all-reduce at the pace of the slowest link."""
         if len(devices) < 2:
             return 0.0
-        return float(ring_s(num_bytes, len(devices), self.cluster.slowest_link(devices)))
+        return float(ring_allreduce(num_bytes, len(devices)).seconds(self.cluster.slowest_link(devices)))
 
     def parameter_bytes(self, layers: Collection[int]) -> int:
         return sum(parameter.num_bytes for parameter in self.profile.graph.parameters_of(layers))
@@ -109,16 +128,6 @@ class CostModel:
     @cached_property
     def _row(self) -> dict[int, int]:
         return {layer.id: row for row, layer in enumerate(self.profile.graph.layers)}
-
-
-def ring_s(num_bytes: Any, devices: Any, link: Level) -> Any:
-    """A ring all-reduce: each of n devices sends and receives 2 (n-1)/n of the bytes, in that many steps."""
-    return 2 * (devices - 1) * (link.latency_s * (num_bytes > 0) + num_bytes / devices / link.bytes_per_s)
-
-
-def link_s(num_bytes: Any, link: Level) -> Any:
-    """A message over a link, which it keeps busy for that long."""
-    return link.latency_s * (num_bytes > 0) + num_bytes / link.bytes_per_s
 
 
 def memory_bytes(
@@ -252,7 +261,7 @@ class PlanCosts:
         before = [layer for each in self.plan.stages[: stage + 1] for layer in each.layers]
         after = [layer for each in self.plan.stages[stage + 1 :] for layer in each.layers]
         num_bytes = self.model.forward_bytes(set(before), set(after))
-        return float(link_s(num_bytes, self.plan.cluster.slowest_link((*here.devices, *behind.devices))))
+        return float(message(num_bytes).seconds(self.plan.cluster.slowest_link((*here.devices, *behind.devices))))
 
     def bottleneck(self) -> tuple[int, int]:
         """What sets the pace: a stage, as (stage, stage), or the cut behind it, as (stage, stage + 1)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.errors import FormatError
 
@@ -57,6 +57,30 @@ def show_numbers(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def write_bytes(num_bytes: float) -> str:
+    """``11.76GiB``, for files: to a hundredth of its unit, rounded down, since nothing holds more than it has."""
+    for unit, size in (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if num_bytes >= size:
+            return f"{math.floor((num_bytes + 0.5) / size * 100) / 100:g}{unit}"  # half a byte: reading rounds
+    return f"{num_bytes:.0f}B"
+
+
+def write_bytes_per_s(bytes_per_s: float) -> str:
+    """``1.1GB/s``, for files: to three digits."""
+    return _write(bytes_per_s, (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("KB/s", 1e3), ("B/s", 1.0)))
+
+
+def write_seconds(seconds: float) -> str:
+    """``110us``, for files: to three digits."""
+    return _write(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)))
+
+
+def _write(number: float, units: Sequence[tuple[str, float]]) -> str:
+    rounded = float(f"{number:.3g}")  # before the unit is chosen, or 999.9 KB would be 1e+03 of them
+    unit, size = next((each for each in units if rounded >= each[1]), units[-1])
+    return f"{rounded / size:.3g}{unit}"
 
 
 def _parse(text: str | float, units: dict[str, float], expected: str) -> float:

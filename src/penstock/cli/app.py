@@ -24,6 +24,7 @@ from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
 from penstock.report.drawing import svg_file
 from penstock.run import RunDirectory
+from penstock.survey import Survey
 from penstock.trace import Trace
 
 app = typer.Typer(
@@ -35,6 +36,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
+
+cluster_app = typer.Typer(help="Describe a cluster.", no_args_is_help=True, rich_markup_mode="markdown")
+app.add_typer(cluster_app, name="cluster")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Python file with `def job() -> penstock.Job`")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan file, from `penstock plan`")]
@@ -333,6 +337,31 @@ def demo(
     from penstock.cli.demo import run_demo
 
     run_demo(run)
+
+
+@cluster_app.command(
+    "measure",
+    epilog="Examples: penstock cluster measure --workers 4; on several hosts: "
+    "torchrun --nnodes 2 --node-rank 0 --master-addr host0 --nproc-per-node 4 -m penstock cluster measure",
+)
+def measure_cluster(
+    workers: Annotated[int, typer.Option(min=2, help="to start on this machine; torchrun starts its own")] = 2,
+    output: Annotated[Path, typer.Option(help="where to write the cluster file")] = Path("cluster.toml"),
+    timeout: Timeout = 300.0,
+    as_json: Json = False,
+) -> None:
+    """Time messages, all-reduces and a computation on the workers there are; write the cluster file to plan for."""
+    from penstock.cli import workers as processes
+
+    def tell(found: Survey) -> None:
+        codec.write_text(found.toml, output)
+        answer = shown.survey_answer(found, output)
+        _answer(answer, as_json, lambda: shown.survey_table(found), f"cluster written to {output}")
+
+    if processes.is_worker():
+        processes.measure_cluster_here(timeout, as_json, tell)
+    else:
+        processes.measure_cluster(workers, output, timeout, as_json)
 
 
 def _profile(job: Path, microbatch_size: int | None, threads: int) -> Profile:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
+from penstock import codec
+from penstock.cluster import Device, Level
 from penstock.cost import PlanCosts
 from penstock.plan import Plan
 from penstock.profile import Profile
 from penstock.report.stages import bottleneck_text, show_memory
 from penstock.schedule import Action, Kind
+from penstock.survey import LevelFindings, Survey
 from penstock.trace import Trace
-from penstock.units import show_bytes, show_numbers, show_seconds
+from penstock.units import show_bytes, show_numbers, show_seconds, write_bytes, write_bytes_per_s, write_seconds
 
 
-def print_table(table: Table) -> None:
+def print_table(table: RenderableType) -> None:
     # Names come from files: they are neither markup nor emoji.
     Console(markup=False, emoji=False).print(table)
 
@@ -217,6 +222,67 @@ def verification_table(found: Any) -> Table:
     table.add_row("largest difference", f"{found.largest_difference:.2e} (relative), in {found.worst_parameter}")
     table.add_row("loss", f"{found.loss:.6f}, difference {found.loss_difference:.2e} (relative)")
     table.add_row("tolerance", f"{found.tolerance:.0e}")
+    return table
+
+
+def survey_answer(found: Survey, output: Path) -> dict[str, Any]:
+    """The stable keys of ``penstock cluster measure --json``."""
+    return {
+        "output": str(output),
+        "cluster": codec.encode(found.cluster),
+        "hosts": codec.encode(found.hosts),
+        "levels": codec.encode(found.levels),
+        "remarks": list(found.remarks),
+    }
+
+
+def survey_table(found: Survey) -> RenderableType:
+    """What the file says of devices and links, and how well that predicts what was measured."""
+    notes = [Text(f"- {remark}") for remark in found.remarks]
+    return Group(_devices_table(found), _links_table(found), *(_checks_table(level) for level in found.levels), *notes)
+
+
+def _devices_table(found: Survey) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=found.cluster.name)
+    table.add_column("devices")
+    for column in ("host", "kind"):
+        table.add_column(column, overflow="fold")
+    for column in ("memory each", "speed"):
+        table.add_column(column, justify="right")
+    rows: dict[tuple[str, Device], list[int]] = defaultdict(list)
+    for host in found.hosts:
+        for worker in host.workers:
+            rows[host.name, found.cluster.devices[worker]].append(worker)
+    for (host_name, device), workers in rows.items():
+        memory = "-" if device.memory_bytes is None else write_bytes(device.memory_bytes)
+        table.add_row(show_numbers(workers), host_name, device.kind, memory, f"{device.speed:g}")
+    return table
+
+
+def _links_table(found: Survey) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("links")
+    for column in ("in the file", "messages", "all-reduce", "all pairs at once"):
+        table.add_column(column, justify="right")
+    for level in found.levels:
+        cells = [f"{rate}\n{latency}" for rate, latency in map(_link, (level.level, level.messages, level.all_reduce))]
+        share = "-" if level.share_at_once is None else f"{level.share_at_once:.0%} each\n({level.pairs_at_once} pairs)"
+        table.add_row(level.reach, *cells, share)
+    return table
+
+
+def _link(level: Level) -> tuple[str, str]:
+    return write_bytes_per_s(level.bytes_per_s), write_seconds(level.latency_s)
+
+
+def _checks_table(level: LevelFindings) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=f"{level.reach}: predicted against measured")
+    table.add_column("what")
+    for column in ("size", "predicted", "measured", "measured / predicted"):
+        table.add_column(column, justify="right")
+    for check in level.checks:
+        cells = _pair(check.predicted_s, check.measured_s, show_seconds)
+        table.add_row(check.what, write_bytes(check.num_bytes), *cells)
     return table
 
 

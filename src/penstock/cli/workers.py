@@ -25,10 +25,22 @@ from penstock.runtime.jobs import load_job
 from penstock.runtime.launch import Interrupted, is_worker, launch_workers
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import profile_job
+from penstock.runtime.survey import THREADS, survey_cluster
 from penstock.runtime.train import Options, train_worker
 from penstock.runtime.verify import Verification, compare, verify_worker
+from penstock.survey import Survey
 
-__all__ = ["Options", "is_worker", "profile", "train", "train_here", "verify", "verify_here"]
+__all__ = [
+    "Options",
+    "is_worker",
+    "measure_cluster",
+    "measure_cluster_here",
+    "profile",
+    "train",
+    "train_here",
+    "verify",
+    "verify_here",
+]
 
 REPEATS = 10
 TOLERANCE = 1e-4
@@ -70,7 +82,7 @@ def train(job_file: Path, plan_file: Path, options: Options) -> None:
         arguments.append("--json")
     options.run.result.unlink(missing_ok=True)
     try:
-        _launch(arguments, plan)
+        _launch(arguments, len(plan.devices), plan.profile.threads)
     except Interrupted as interrupted:
         newest = options.run.newest_checkpoint()
         where = f"checkpoint {newest}; go on with --resume {newest}" if newest else "no checkpoint was complete yet"
@@ -88,7 +100,8 @@ def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
     job = load_job(job_file)
     with tempfile.TemporaryDirectory() as directory:
         os.environ["PENSTOCK_VERIFY"] = directory
-        _launch(["verify", str(job_file), str(plan_file), "--timeout", str(timeout_s)], plan)
+        arguments = ["verify", str(job_file), str(plan_file), "--timeout", str(timeout_s)]
+        _launch(arguments, len(plan.devices), plan.profile.threads)
         return compare(job, plan, Path(directory), TOLERANCE)
 
 
@@ -99,6 +112,33 @@ def verify_here(job_file: Path, plan_file: Path, timeout_s: float) -> None:
     _as_worker(lambda: verify_worker(load_job(job_file), codec.load(Plan, plan_file), Path(directory), timeout_s))
 
 
+def measure_cluster(workers: int, output: Path, timeout_s: float, as_json: bool) -> None:
+    """Start workers on this machine to measure it; the first of them writes the file and shows what was found."""
+    arguments = ["cluster", "measure", "--output", str(output), "--timeout", str(timeout_s)]
+    try:
+        _launch([*arguments, "--json"] if as_json else arguments, workers, THREADS)
+    except Interrupted as interrupted:
+        sys.stderr.write("\npenstock: stopped, all workers ended; no cluster file was written\n")
+        raise typer.Exit(interrupted.exit_code) from None
+
+
+def measure_cluster_here(timeout_s: float, quiet: bool, tell: Callable[[Survey], None]) -> None:
+    """Be one worker; the first one tells what all have found."""
+
+    def work() -> None:
+        columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        shown = os.environ["RANK"] == "0" and not quiet
+        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+            task = bar.add_task("", total=None)
+            found = survey_cluster(
+                timeout_s, lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+            )
+        if found is not None:
+            tell(found)
+
+    _as_worker(work)
+
+
 def _check_input(job_file: Path, plan_file: Path) -> Plan:
     """What is wrong with the files is told before any worker starts."""
     job, plan = load_job(job_file), codec.load(Plan, plan_file)
@@ -106,9 +146,9 @@ def _check_input(job_file: Path, plan_file: Path) -> Plan:
     return plan
 
 
-def _launch(arguments: Sequence[str], plan: Plan) -> None:
+def _launch(arguments: Sequence[str], workers: int, threads: int) -> None:
     os.environ[LAUNCHED] = "1"
-    launch_workers(["-m", "penstock", *arguments], len(plan.devices), plan.profile.threads)
+    launch_workers(["-m", "penstock", *arguments], workers, threads)
 
 
 def _as_worker(work: Callable[[], None]) -> None:

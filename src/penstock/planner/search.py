@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cost import link_s
+from penstock.cost import message
 from penstock.planner.bounds import work_of
 from penstock.planner.downsets import Bools, Floats
 from penstock.planner.placements import Node, Placements, Step
@@ -98,7 +98,7 @@ class TableSearch:
                 link = levels.slowest_link((*stage.devices, *behind.devices))
                 other = self.stage_costs.block(behind.team, behind.behind, one[1], np.array([behind.end]))
                 busiest = max(float(np.max(block.busiest)), float(np.max(other.busiest)))
-                crossing_s = float(link_s(self.stage_costs.crossing_bytes[stage.end], link))
+                crossing_s = float(message(self.stage_costs.crossing_bytes[stage.end]).seconds(link))
                 slowest_s = max(slowest_s, crossing_s * busiest)
         return slowest_s
 
@@ -236,7 +236,7 @@ class TableSearch:
     @cached_property
     def _cuts(self) -> list[Floats]:
         """[level][downset]: seconds on a link of that level for all that crosses the cut."""
-        return [link_s(self.stage_costs.crossing_bytes, level) for level in self.placements.cluster.levels]
+        return [message(self.stage_costs.crossing_bytes).seconds(level) for level in self.placements.cluster.levels]
 
     @cached_property
     def _rest(self) -> dict[frozenset[int], Floats]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.cluster import Device
-from penstock.cost import CostModel, best_shares, memory_bytes, pace, ring_s, stashes_weights
+from penstock.cost import CostModel, best_shares, memory_bytes, pace, ring_allreduce, stashes_weights
 from penstock.graph import Layer
 from penstock.planner.downsets import Bools, Downsets, Floats
 from penstock.schedule import Family, replica_depth
@@ -147,7 +147,7 @@ class StageCosts:
         sync_s: Any = 0.0
         if team.size > 1:
             weights = self.parameter_bytes(begin, end)
-            sync_s = ring_s(weights, team.size, self.costs.cluster.levels[team.span])
+            sync_s = ring_allreduce(weights, team.size).seconds(self.costs.cluster.levels[team.span])
         microbatches = None if self.family.asynchronous else self.microbatches
         period_s = pace(round_s, update_s, sync_s, round_size=sizes, microbatches=microbatches)
         return _Timed(Block(period_s, seconds.max(axis=0), busiest), shares)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.cost import link_s
+from penstock.cost import message
 from penstock.planner.downsets import Floats
 from penstock.planner.search import Found, FoundStage
 from penstock.planner.stages import Ints, StageCosts, Team
@@ -216,7 +216,7 @@ class ThresholdSearch:
     @cached_property
     def _cut_s(self) -> list[Floats]:
         levels = self.stage_costs.costs.cluster.levels
-        return [link_s(self.stage_costs.crossing_bytes, level) for level in levels]
+        return [message(self.stage_costs.crossing_bytes).seconds(level) for level in levels]
 
     @cached_property
     def _ends(self) -> list[Ints]:

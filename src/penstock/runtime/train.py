@@ -66,13 +66,21 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
 @contextmanager
 def worker_process(plan: Plan, timeout_s: float) -> Iterator[torch.device]:
     """Join the process group with a share of the machine that matches what was profiled; leave it at the end."""
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     if world != len(plan.devices):
         raise PlanError(
             f"{world} processes were started for a plan of {len(plan.devices)} workers; start one per worker "
             f"(torchrun --nnodes ... --nproc-per-node ... so that the product is {len(plan.devices)})"
         )
-    with share_of_machine(plan.profile.threads, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) as device:
+    with join_workers(plan.profile.threads, timeout_s) as device:
+        yield device
+
+
+@contextmanager
+def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
+    """A share of the machine and a place among the workers that were started together."""
+    local, local_workers = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with share_of_machine(threads, local, local_workers) as device:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
         yield device
     # Only a worker that has done its part says goodbye: one that fails reports first, and its exit tells the others.

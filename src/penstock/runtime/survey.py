@@ -1,0 +1,136 @@
+"""Measuring a cluster as one worker process sees it: say what it has, take part in the trials, hand in the times."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock import codec
+from penstock.cluster import ANY_KIND
+from penstock.errors import ClusterError, WorkerError
+from penstock.runtime.measure import device_kind
+from penstock.runtime.train import join_workers
+from penstock.runtime.transport import TorchTransport, short_reason
+from penstock.runtime.trials import Prober
+from penstock.runtime.worker import Clock
+from penstock.survey import Pattern, Survey, Timing, Trial, WorkerFacts, conclude, group_hosts, make_trials
+
+THREADS = 1
+"""Of each worker, as profiles are measured unless asked otherwise."""
+WORK_S, WORK_ROUND_S = 0.8, 0.1
+
+
+def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) -> Survey | None:
+    """This process's part in measuring the cluster; worker 0 returns what all have found, the others None."""
+    if int(os.environ["WORLD_SIZE"]) < 2:
+        raise ClusterError("one worker has no link to measure; start at least two (--workers 2, or by torchrun)")
+    with join_workers(THREADS, timeout_s) as device:
+        progress(0, 1, "devices")
+        work = FixedWork(device, time.perf_counter)
+        share("ready", None, timeout_s)
+        mine = _facts(device, work.per_s())
+        facts = [codec.decode(WorkerFacts, part) for part in share("facts", codec.encode(mine), timeout_s)]
+        trials, everyone = make_trials(group_hosts(facts)), tuple(range(len(facts)))
+        prober = Prober(
+            transport=TorchTransport(_groups(trials, everyone)),
+            clock=time.perf_counter,
+            device=device,
+            timeout_s=timeout_s,
+        )
+        timings = []
+        for number, trial in enumerate(trials):
+            progress(1 + number, 1 + len(trials), f"{trial.pattern.value}s {trial.reach.value}")
+            prober.meet(everyone)
+            timings += prober.run(number, trial)
+        parts = share("timings", [codec.encode(timing) for timing in timings], timeout_s)
+        backend: str = dist.get_backend()
+        rank = dist.get_rank()
+    if rank != 0:
+        return None
+    return conclude(facts, trials, [codec.decode(Timing, item) for part in parts for item in part], backend)
+
+
+def share(name: str, part: Any, timeout_s: float) -> list[Any]:
+    """Everybody's part, through the store, as JSON; returns when all have given theirs."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    keys = [f"penstock/survey/{name}/{worker}" for worker in range(dist.get_world_size())]
+    store.set(keys[rank], json.dumps(part))
+    try:
+        return [json.loads(store.get(key)) for key in keys]
+    except RuntimeError as error:
+        missing = [str(worker) for worker, key in enumerate(keys) if not store.check([key])]
+        raise WorkerError(
+            f"worker {rank} waited for worker {', '.join(missing)} (at most {timeout_s:g} s): {short_reason(error)}"
+        ) from error
+
+
+def _groups(trials: tuple[Trial, ...], everyone: tuple[int, ...]) -> list[tuple[int, ...]]:
+    rings = [group for trial in trials if trial.pattern is Pattern.ALL_REDUCE for group in trial.groups]
+    return list(dict.fromkeys([everyone, *rings]))
+
+
+def _facts(device: torch.device, work_per_s: float) -> WorkerFacts:
+    gpu = device.type == "cuda"
+    return WorkerFacts(
+        host=socket.gethostname(),
+        host_id=_host_id(),
+        host_memory_bytes=_host_memory_bytes(),
+        device_memory_bytes=torch.cuda.get_device_properties(device).total_memory if gpu else None,
+        kind=device_kind(device) if gpu else ANY_KIND,
+        work_per_s=work_per_s,
+    )
+
+
+def _host_id() -> str:
+    """Workers that share a boot and a network namespace talk over loopback; containers of one machine need not."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    parts = [socket.gethostname()]
+    if boot.exists() and network.exists():
+        parts += [boot.read_text().strip(), str(network.stat().st_ino)]
+    return " ".join(parts)
+
+
+def _host_memory_bytes() -> int:
+    """What the machine has, or less where a container may not use all of it."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(physical, int(text)) if text.isdecimal() else physical
+
+
+class FixedWork:
+    """The forward and backward of a convolution and a product: the same on every device."""
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self.device, self.clock = device, clock
+        self.convolution = nn.Conv2d(32, 64, 3, padding=1, device=device)
+        self.images = torch.randn(16, 32, 32, 32, device=device)
+        self.matrix = torch.randn(512, 512, device=device, requires_grad=True)
+        self.run()  # what torch sets up once
+
+    def run(self) -> None:
+        torch.autograd.backward(self.convolution(self.images).mean() + (self.matrix @ self.matrix).mean())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def per_s(self) -> float:
+        """How often in a second; the median over rounds. Workers that start together end together, by the clock, so
+        that those who share cores share them to the end."""
+        rates, end_s = [], self.clock() + WORK_S
+        while self.clock() < end_s:
+            start_s, count = self.clock(), 0
+            while count == 0 or self.clock() - start_s < WORK_ROUND_S:
+                self.run()
+                count += 1
+            rates.append(count / (self.clock() - start_s))
+        return statistics.median(rates)

@@ -1,0 +1,55 @@
+"""The latency and bandwidth that explain measured times best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.cluster import Level
+from penstock.cost import Traffic
+
+LEAST_LATENCY_S = 1e-6
+"""No transport of torch is quicker; a fit that finds less has found that latency does not show."""
+OUTLIER = np.log(1.5)
+"""A time that is off by more than this factor pulls no harder than one that is off by this factor."""
+
+
+class Sample(NamedTuple):
+    traffic: Traffic
+    seconds: float
+
+
+def fit_link(samples: Sequence[Sample]) -> Level:
+    """The level of which predicted and measured seconds differ least, as a ratio.
+
+    Least squares of the logarithm of measured over predicted: a message of 4 KiB that takes twice as long as
+    predicted counts as much as one of 16 MiB that does. Huber's weights keep outliers from deciding.
+    Both unknowns are held as logarithms, so that they stay positive: log(predicted) then changes with the latency's
+    by the latency's share of the time, with the other's by the rest.
+    """
+    bytes_each = np.array([sample.traffic.bytes_each for sample in samples])
+    log_s = np.log([sample.seconds / sample.traffic.messages for sample in samples])
+    largest = int(np.argmax(bytes_each))
+    latency, per_byte = float(log_s.min()), float(log_s[largest] - np.log(bytes_each[largest]))
+    for _ in range(100):
+        predicted_s = np.exp(latency) + bytes_each * np.exp(per_byte)
+        share = np.exp(latency) / predicted_s
+        residual = log_s - np.log(predicted_s)
+        weight = np.minimum(1.0, OUTLIER / np.maximum(np.abs(residual), 1e-12))
+        slope = np.stack([share, 1 - share])
+        normal = (slope * weight) @ slope.T + 1e-9 * np.eye(2)  # sizes that tell the two apart may be missing
+        step = np.clip(np.linalg.solve(normal, (slope * weight) @ residual), -1.0, 1.0)
+        latency = max(latency + float(step[0]), float(np.log(LEAST_LATENCY_S)))
+        per_byte += float(step[1])
+    return Level(size=1, bytes_per_s=float(np.exp(-per_byte)), latency_s=float(np.exp(latency)))
+
+
+def between(one: Level, two: Level, size: int) -> Level:
+    """The level that is off by the same factor from both, the root of how far they are apart."""
+    return Level(
+        size=size,
+        bytes_per_s=float(np.sqrt(one.bytes_per_s * two.bytes_per_s)),
+        latency_s=float(np.sqrt(one.latency_s * two.latency_s)),
+    )

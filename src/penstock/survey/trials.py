@@ -1,0 +1,110 @@
+"""Which workers talk to which, and who at the same time: enough to know the links, not every pair."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from penstock.survey.hosts import Host, level_sizes
+
+T = TypeVar("T")
+
+KIB, MIB = 2**10, 2**20
+
+
+class Reach(Enum):
+    """The level that a trial is about."""
+
+    INSIDE = "inside a host"
+    BETWEEN = "between hosts"
+
+
+class Pattern(Enum):
+    TO_AND_FRO = "message"
+    """one message there, one back"""
+    STREAM = "stream"
+    """message after message, one way"""
+    ALL_REDUCE = "all-reduce"
+
+
+SIZES = {
+    Pattern.TO_AND_FRO: (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
+    Pattern.STREAM: (MIB,),
+    Pattern.ALL_REDUCE: (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),  # gradients of a stage are not small
+}
+"""In bytes, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    reach: Reach
+    pattern: Pattern
+    groups: tuple[tuple[int, ...], ...]
+    """workers that talk among themselves: pairs, or the members of an all-reduce; all groups at the same time"""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return SIZES[self.pattern]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    trial: int
+    group: int
+    num_bytes: int
+    seconds: float
+    """the median of one message or all-reduce"""
+
+
+def make_trials(hosts: Sequence[Host]) -> tuple[Trial, ...]:
+    trials: list[Trial] = []
+    if len(hosts) == 1 or len(level_sizes(hosts)) > 1:
+        trials += _inside([host.workers for host in hosts])
+    if len(hosts) > 1:
+        trials += _between([host.workers for host in hosts])
+    return tuple(trials)
+
+
+def _inside(hosts: Sequence[tuple[int, ...]]) -> list[Trial]:
+    """Hosts do not disturb each other: all of them at the same time."""
+    rounds = itertools.zip_longest(*(few_pairs(workers) for workers in hosts))
+    trials = [_trial(Reach.INSIDE, Pattern.TO_AND_FRO, [pair for pair in pairs if pair]) for pairs in rounds]
+    trials.append(_trial(Reach.INSIDE, Pattern.ALL_REDUCE, hosts))
+    at_once = [pair for workers in hosts if len(workers) >= 4 for pair in _neighbours(workers)]
+    alone = [workers[:2] for workers in hosts if len(workers) >= 4]
+    return trials + _streams(Reach.INSIDE, alone, at_once)
+
+
+def _between(hosts: Sequence[tuple[int, ...]]) -> list[Trial]:
+    """One pair at a time, since they may share a switch, from the first or the last workers of their hosts."""
+    trials = [
+        _trial(Reach.BETWEEN, Pattern.TO_AND_FRO, [(one[end], two[end])])
+        for (one, two), end in zip(few_pairs(hosts), (0, -1, 0), strict=False)
+    ]
+    trials.append(_trial(Reach.BETWEEN, Pattern.ALL_REDUCE, [tuple(itertools.chain(*hosts))]))
+    at_once = [pair for one, two in _neighbours(hosts) for pair in zip(one, two, strict=False)]
+    return trials + _streams(Reach.BETWEEN, at_once[:1], at_once)
+
+
+def _streams(reach: Reach, alone: Sequence[tuple[int, ...]], at_once: Sequence[tuple[int, ...]]) -> list[Trial]:
+    if len(at_once) <= len(alone):
+        return []
+    return [_trial(reach, Pattern.STREAM, groups) for groups in (alone, at_once)]
+
+
+def few_pairs(items: Sequence[T]) -> list[tuple[T, T]]:
+    """At most three: the first two, those in the middle, and both ends."""
+    middle = len(items) // 2
+    pairs = [(0, 1), (middle - 1, middle), (0, len(items) - 1)]
+    return [(items[a], items[b]) for a, b in dict.fromkeys(pairs) if a < b]
+
+
+def _neighbours(items: Sequence[T]) -> list[tuple[T, T]]:
+    return list(zip(items[::2], items[1::2], strict=False))
+
+
+def _trial(reach: Reach, pattern: Pattern, groups: Sequence[tuple[int, ...]]) -> Trial:
+    return Trial(reach=reach, pattern=pattern, groups=tuple(groups))
