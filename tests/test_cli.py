@@ -27,7 +27,11 @@ from penstock.report.drawing import svg_file
 
 OPTIONS = {
     "profile": ["JOB", "--output", "--microbatch-size", "--threads", "--json"],
-    "plan": ["PROFILE", "--cluster", "--schedule", "--microbatches", "--straight", "--cost", "--output", "--json"],
+    "plan": [
+        *("PROFILE", "--cluster", "--schedule", "--microbatches", "--samples-per-s"),
+        *("--straight", "--replicas", "--most-stages", "--pin", "--no-cut", "--recompute"),
+        *("--cost", "--output", "--json"),
+    ],
     "import": ["FILE", "--output", "--json"],
     "export": ["PLAN", "--format", "--output"],
     "show": ["FILE", "--svg", "--json"],
@@ -250,7 +254,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "job-plan.json").write_text(text.replace('"batch_size":8', '"batch_size":4'))
     crowded = json.loads(text)
     crowded["stages"][0]["devices"] = [0, 1, 2]
-    crowded["stages"] = [crowded["stages"][0] | {"layers": list(range(6))}]
+    crowded["stages"] = [crowded["stages"][0] | {"layers": list(range(6)), "shares": [1, 1, 1]}]
     (directory / "crowded.json").write_text(json.dumps(crowded))
     return directory
 
