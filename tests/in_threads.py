@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -62,6 +62,12 @@ def even_plan(profile: Profile, replicas: Sequence[int], schedule: str, microbat
         microbatches=microbatches,
         prediction=Prediction(seconds_per_minibatch=1.0, lower_bound_s=1.0, data_parallel_s=None, one_device_s=None),
     )
+
+
+def recomputing(plan: Plan, stages: Collection[int] | None = None) -> Plan:
+    """The plan with these stages recomputing, by default all."""
+    chosen = range(len(plan.stages)) if stages is None else stages
+    return replace(plan, stages=tuple(replace(s, recompute=i in chosen) for i, s in enumerate(plan.stages)))
 
 
 def with_batch_size(profile: Profile, batch_size: int) -> Profile:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from in_threads import even_plan, profile, profile_of
+from in_threads import even_plan, profile, profile_of, recomputing
 from models import make_job
 from penstock import codec
 from penstock.run import RunDirectory
@@ -102,6 +102,21 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path: Path) -> None:
     assert set(one) == set(two)
     for key, tensor in one.items():
         torch.testing.assert_close(tensor, two[key], rtol=1e-4, atol=1e-5)
+
+
+def test_training_that_recomputes_leaves_the_weights_of_training_that_does_not(tmp_path: Path) -> None:
+    """Bit by bit, with dropout: each process draws its own random numbers, and the same in both runs."""
+    job = write_job(tmp_path, "noisy", epochs=1)
+    plan = even_plan(profile_of("noisy"), (1, 1), "pipedream")
+    found = []
+    for name, each in (("plain", plan), ("recomputing", recomputing(plan))):
+        codec.save(each, tmp_path / f"{name}.json")
+        run = RunDirectory(tmp_path / name)
+        penstock("train", job, tmp_path / f"{name}.json", "--run-dir", run.path)
+        checkpoint = run.newest_checkpoint()
+        assert checkpoint is not None
+        found.append((tensors_of(checkpoint), run.load()[2].losses))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:

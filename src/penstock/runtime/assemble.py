@@ -115,10 +115,16 @@ def assemble(
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
     weights = Weights(section.parameters, job.optimizer)
     rebuild = splitter.captured.rebuild_output
+    stage = StageModule(
+        section,
+        weights,
+        lambda output, target: job.loss(rebuild(output), target),
+        recompute=plan.stages[index].recompute,
+    )
     worker = Worker(
         rank=transport.rank,
         stage_index=index,
-        stage=StageModule(section, weights, lambda output, target: job.loss(rebuild(output), target)),
+        stage=stage,
         mailbox=Mailbox(
             pipeline,
             {edge: len(names) for edge, names in edges.items()},
