@@ -133,6 +133,7 @@ def pipeline_of(
     replicas: Sequence[int],
     reads: Sequence[Sequence[int]] | None = None,
     ties: Sequence[Sequence[int]] = (),
+    shares: Sequence[Sequence[int]] = (),
 ) -> Pipeline:
     """Stages of so many replicas, workers numbered stage by stage; each reads from the one before unless told."""
     workers, first = [], 0
@@ -141,7 +142,20 @@ def pipeline_of(
         first += count
     if reads is None:
         reads = [(stage - 1,) if stage else () for stage in range(len(replicas))]
-    return Pipeline(workers=tuple(workers), reads=tuple(map(tuple, reads)), ties=tuple(map(tuple, ties)))
+    return Pipeline(
+        workers=tuple(workers),
+        reads=tuple(map(tuple, reads)),
+        ties=tuple(map(tuple, ties)),
+        shares=tuple(map(tuple, shares)),
+    )
+
+
+@st.composite
+def replica_shares(draw: st.DrawFn, replicas: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of each stage, the shares of its replicas: mostly one each."""
+    uneven = draw(st.sampled_from([False, False, True]))
+    share = st.sampled_from([1, 1, 1, 2, 3]) if uneven else st.just(1)
+    return [tuple(draw(share) for _ in range(count)) for count in replicas]
 
 
 replications = st.lists(st.integers(1, 4), min_size=1, max_size=4)
@@ -151,7 +165,7 @@ minibatch_sizes = st.lists(st.integers(1, 13), min_size=1, max_size=3)
 
 @st.composite
 def pipelines(draw: st.DrawFn, *, skips: bool = True, ties: bool = False) -> Pipeline:
-    """Any replication; with ``skips`` a stage may read several earlier stages, with ``ties`` stages share weights."""
+    """Any replication and shares; ``skips``: a stage may read several earlier ones; ``ties``: stages share weights."""
     replicas = draw(replications)
     stages = len(replicas)
     reads: list[tuple[int, ...]] = [()]
@@ -162,7 +176,7 @@ def pipelines(draw: st.DrawFn, *, skips: bool = True, ties: bool = False) -> Pip
     if ties and stages > 1:
         groups = st.sets(st.integers(0, stages - 1), min_size=2, max_size=stages)
         tied = [tuple(sorted(group)) for group in draw(st.lists(groups, max_size=2))]
-    return pipeline_of(replicas, reads, tied)
+    return pipeline_of(replicas, reads, tied, draw(replica_shares(replicas)))
 
 
 @st.composite

@@ -42,18 +42,25 @@ def profile(job: Job) -> Profile:
 
 def even_plan(profile: Profile, replicas: Sequence[int], schedule: str, microbatches: int = 1) -> Plan:
     """Layers shared out evenly over stages with these numbers of replicas."""
-    order, count = profile.graph.order, len(replicas)
+    return uneven_plan(profile, [(1,) * copies for copies in replicas], schedule, microbatches)
+
+
+def uneven_plan(profile: Profile, shares: Sequence[Sequence[int]], schedule: str, microbatches: int = 1) -> Plan:
+    """Layers shared out evenly over stages whose replicas take these shares of the microbatches."""
+    order, count = profile.graph.order, len(shares)
+    sizes = [sum(each) for each in shares]
     cuts = [round(i * len(order) / count) for i in range(count + 1)]
     stages, device = [], 0
-    for index, copies in enumerate(replicas):
+    for index, each in enumerate(shares):
         stages.append(
             Stage(
                 layers=order[cuts[index] : cuts[index + 1]],
-                devices=tuple(range(device, device + copies)),
-                in_flight=-(-sum(replicas[index:]) // copies),
+                devices=tuple(range(device, device + len(each))),
+                in_flight=-(-sum(sizes[index:]) // sizes[index]),
+                shares=tuple(each),
             )
         )
-        device += copies
+        device += len(each)
     return Plan(
         profile=profile,
         cluster=local_cluster(device),

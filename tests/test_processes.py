@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from in_threads import even_plan, profile, profile_of, recomputing
+from in_threads import even_plan, profile, profile_of, recomputing, uneven_plan
 from models import make_job
 from penstock import codec
 from penstock.run import RunDirectory
@@ -44,6 +44,13 @@ def write_plan(directory: Path, name: str, replicas: tuple[int, ...], schedule: 
     return path
 
 
+def check_verify(job: Path, plan: Path) -> None:
+    answer = json.loads(penstock("verify", job, plan, "--json").stdout)
+    assert answer["passed"]
+    assert answer["largest_difference"] < 1e-5
+    assert answer["gradients"] > 0
+
+
 def penstock(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "penstock", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
@@ -64,11 +71,13 @@ def penstock(*arguments: object, check: bool = True) -> subprocess.CompletedProc
 def test_verify_finds_the_gradients_of_one_process(
     name: str, replicas: tuple[int, ...], schedule: str, microbatches: int, tmp_path: Path
 ) -> None:
-    job, plan = write_job(tmp_path, name), write_plan(tmp_path, name, replicas, schedule, microbatches)
-    answer = json.loads(penstock("verify", job, plan, "--json").stdout)
-    assert answer["passed"]
-    assert answer["largest_difference"] < 1e-5
-    assert answer["gradients"] > 0
+    check_verify(write_job(tmp_path, name), write_plan(tmp_path, name, replicas, schedule, microbatches))
+
+
+def test_verify_finds_them_with_unequal_shares_and_recompute_too(tmp_path: Path) -> None:
+    plan = uneven_plan(profile_of("conv"), ((2, 1), (1,)), "pipedream")
+    codec.save(recomputing(plan), tmp_path / "plan.json")
+    check_verify(write_job(tmp_path, "conv"), tmp_path / "plan.json")
 
 
 def test_train_leaves_trace_result_checkpoint_and_report(tmp_path: Path) -> None:

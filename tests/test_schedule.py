@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import SCHEDULES, SYNCHRONOUS, law, minibatch_sizes, pipeline_of, pipelines
+from builders import SCHEDULES, SYNCHRONOUS, law, minibatch_sizes, pipeline_of, pipelines, replica_shares
 from penstock.errors import ScheduleError
 from penstock.schedule import (
     Action,
@@ -25,6 +25,7 @@ from penstock.schedule import (
     execution_order,
     family,
     participants,
+    replica_depth,
 )
 
 actions = st.builds(Action, st.integers(0, 10**6), st.sampled_from(Kind), st.integers(0, 10**6))
@@ -107,7 +108,7 @@ def test_a_worker_never_keeps_more_in_flight_than_its_depth(schedule: Schedule) 
             most = max(most, in_flight)
         rounds = [schedule.round_members(0, index) for index in range(len(schedule.rounds[0]))]
         whole_minibatch = max(len(pipeline.microbatches_of(worker, members)) for members in rounds)
-        depth = default_depth(pipeline, pipeline.stage_of[worker])
+        depth = replica_depth(default_depth(pipeline, pipeline.stage_of[worker]), pipeline.share_of(worker))
         assert most <= (whole_minibatch if family(schedule.name).all_forwards_first else depth)
 
 
@@ -178,14 +179,26 @@ def test_stages_steps_are_the_minibatches_under_a_synchronous_schedule(
 
 @law
 @given(pipelines(), minibatch_sizes)
-def test_under_pipedream_a_stage_steps_after_one_microbatch_per_replica(
+def test_under_pipedream_a_stage_steps_after_every_replica_has_had_its_share(
     pipeline: Pipeline, minibatches: list[int]
 ) -> None:
     schedule = build_schedule("pipedream", pipeline, minibatches)
-    for stage, replicas in enumerate(pipeline.workers):
-        members = [len(schedule.round_members(stage, i)) for i in range(len(schedule.rounds[stage]))]
-        assert all(count == len(replicas) for count in members[:-1])
-        assert 1 <= members[-1] <= len(replicas)
+    for stage, (replicas, shares) in enumerate(zip(pipeline.workers, pipeline.shares, strict=True)):
+        rounds = [schedule.round_members(stage, i) for i in range(len(schedule.rounds[stage]))]
+        for members in rounds[:-1]:
+            assert tuple(len(pipeline.microbatches_of(worker, members)) for worker in replicas) == shares
+        assert 1 <= len(rounds[-1]) <= sum(shares)
+
+
+@law
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_in_any_part_of_a_round_a_replica_has_had_its_share_to_within_one(shares: list[int]) -> None:
+    """So that an unequal stage passes microbatches on as evenly as it can, and nobody waits for the end of a round."""
+    pipeline = pipeline_of([len(shares)], shares=[shares])
+    for seen in range(1, 2 * sum(shares) + 1):
+        for worker, share in enumerate(shares):
+            had = len(pipeline.microbatches_of(worker, range(seen)))
+            assert abs(had - seen * share / sum(shares)) <= 1 + max(shares) / sum(shares)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -318,12 +331,14 @@ def test_the_drawing_of_a_schedule_is_what_its_builder_makes(name: str) -> None:
 
 
 @law
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 40))
-def test_depths_with_slack_never_deadlock(replicas: list[int], rounds: int, microbatches: int) -> None:
-    pipeline = pipeline_of(replicas)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 40), st.data())
+def test_depths_with_slack_never_deadlock(
+    replicas: list[int], rounds: int, microbatches: int, data: st.DataObject
+) -> None:
+    pipeline = pipeline_of(replicas, shares=data.draw(replica_shares(replicas)))
     depths = depths_with_slack(pipeline, rounds)
     assert depths[-1] == 1
-    ahead = [count * (depth - 1) for count, depth in zip(replicas, depths, strict=True)]
+    ahead = [size * (depth - 1) for size, depth in zip(pipeline.round_sizes, depths, strict=True)]
     assert ahead == sorted(ahead, reverse=True)
     check(build_schedule("pipedream", pipeline, [1] * microbatches, depths))
 
