@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from penstock.cluster import Cluster
+import numpy as np
+
+from penstock.cluster import Cluster, Level
+from penstock.graph import Value
 from penstock.plan import Plan, Stage
 from penstock.profile import LayerSeconds, Profile
-from penstock.schedule import Action, Kind
+from penstock.schedule import Action, Kind, family, replica_depth
+
+MOST_SHARES = 4
+"""A replica takes at most so many microbatches of a round: longer rounds update less often."""
+WORTH_A_LONGER_ROUND = 1.01
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +44,10 @@ class CostModel:
     def forward_s(self, layers: Collection[int], device: int) -> float:
         return self._sum_s(layers, device, ("forward_s",)) * self.scale
 
-    def backward_s(self, layers: Collection[int], device: int) -> float:
-        return self._sum_s(layers, device, ("backward_input_s", "backward_weight_s")) * self.scale
+    def backward_s(self, layers: Collection[int], device: int, *, recompute: bool = False) -> float:
+        """With ``recompute``, after a second forward."""
+        again = ("forward_s",) if recompute else ()
+        return self._sum_s(layers, device, ("backward_input_s", "backward_weight_s", *again)) * self.scale
 
     def update_s(self, layers: Collection[int], device: int, *, stashed: bool) -> float:
         """The optimizer's update; with weights ``stashed`` for microbatches in flight, of a copy of them."""
@@ -50,32 +61,45 @@ class CostModel:
         return link.latency_s + num_bytes / link.bytes_per_s
 
     def allreduce_s(self, num_bytes: float, devices: Sequence[int]) -> float:
-        """A ring all-reduce: each of n devices sends and receives 2 (n-1)/n of the bytes over the slowest link."""
-        n = len(devices)
-        if n < 2 or num_bytes == 0:
+        if len(devices) < 2:
             return 0.0
-        link = self.cluster.slowest_link(devices)
-        return 2 * (n - 1) * (link.latency_s + num_bytes / n / link.bytes_per_s)
+        return float(ring_s(num_bytes, len(devices), self.cluster.slowest_link(devices)))
 
     def parameter_bytes(self, layers: Collection[int]) -> int:
         return sum(parameter.num_bytes for parameter in self.profile.graph.parameters_of(layers))
 
     def forward_bytes(self, source: Collection[int], target: Collection[int]) -> float:
-        return self.scale * sum(value.num_bytes for value in self.profile.graph.crossing(source, target))
+        """What ``target`` reads from ``source``. Model inputs do not count: every stage loads its own."""
+        return self.scale * sum(value.num_bytes for value in self._crossing(source, target))
 
     def backward_bytes(self, source: Collection[int], target: Collection[int]) -> float:
         """What returns from ``target`` to ``source``: the gradients of what went forward."""
-        crossing = self.profile.graph.crossing(source, target)
-        return self.scale * sum(value.num_bytes for value in crossing if value.differentiable)
+        return self.scale * sum(value.num_bytes for value in self._crossing(source, target) if value.differentiable)
 
-    def stage_memory_bytes(self, stage: Stage, versions: int) -> float:
-        """Peak bytes of one replica: weight versions, gradients, optimizer state, activations in flight."""
-        graph = self.profile.graph
+    def stage_memory_bytes(self, stage: Stage, *, asynchronous: bool, share: int = 1, trains: bool = True) -> float:
+        """Peak bytes of a replica with such a share: weight versions, gradients, optimizer state, what is kept of the
+        microbatches in flight, and buffers for one message each way, forward and backward."""
+        graph, layers = self.profile.graph, set(stage.layers)
         parameters = graph.parameters_of(stage.layers)
-        weights = sum(parameter.num_bytes for parameter in parameters)
-        state = sum(parameter.state_bytes for parameter in parameters)
-        saved = sum(graph.by_id[layer].saved_bytes for layer in stage.layers) * self.scale
-        return weights * (versions + 1) + state + saved * stage.in_flight
+        others = graph.by_id.keys() - layers
+        received, sent = self.forward_bytes(others, layers), self.forward_bytes(layers, others)
+        return float(
+            memory_bytes(
+                weights=sum(parameter.num_bytes for parameter in parameters),
+                state=sum(parameter.state_bytes for parameter in parameters),
+                saved=sum(graph.by_id[layer].saved_bytes for layer in stage.layers) * self.scale,
+                received=received,
+                sent=sent,
+                in_flight=replica_depth(stage.in_flight, share),
+                versions=stage.in_flight if asynchronous else 1,
+                recompute=stage.recompute,
+                trains=trains,
+            )
+        )
+
+    def _crossing(self, source: Collection[int], target: Collection[int]) -> list[Value]:
+        graph = self.profile.graph
+        return [value for value in graph.crossing(source, target) if not graph.by_id[value.producer].is_input]
 
     def _sum_s(self, layers: Collection[int], device: int, fields: Sequence[str]) -> float:
         seconds, row = self.layer_seconds(device), self._row
@@ -85,6 +109,61 @@ class CostModel:
     @cached_property
     def _row(self) -> dict[int, int]:
         return {layer.id: row for row, layer in enumerate(self.profile.graph.layers)}
+
+
+def ring_s(num_bytes: Any, devices: Any, link: Level) -> Any:
+    """A ring all-reduce: each of n devices sends and receives 2 (n-1)/n of the bytes, in that many steps."""
+    return 2 * (devices - 1) * (link.latency_s * (num_bytes > 0) + num_bytes / devices / link.bytes_per_s)
+
+
+def link_s(num_bytes: Any, link: Level) -> Any:
+    """A message over a link, which it keeps busy for that long."""
+    return link.latency_s * (num_bytes > 0) + num_bytes / link.bytes_per_s
+
+
+def memory_bytes(
+    *,
+    weights: Any,
+    state: Any,
+    saved: Any,
+    received: Any,
+    sent: Any,
+    in_flight: Any,
+    versions: Any,
+    recompute: bool,
+    trains: bool = True,
+) -> Any:
+    """Bytes at the peak. A stage that recomputes keeps its inputs, and the rest for one microbatch at a time."""
+    if not trains:
+        return weights + saved + received + sent
+    kept = in_flight * received + saved if recompute else in_flight * saved
+    return weights * (versions + 1) + state + kept + 2 * (received + sent)
+
+
+def pace(round_s: Any, update_s: Any, sync_s: Any, *, round_size: Any, microbatches: int | None) -> Any:
+    """Seconds per microbatch of a stage in steady state: a round's computing, and its update and averaging, which come
+    once per round, or once per minibatch of so many ``microbatches``."""
+    return round_s / round_size + (update_s + sync_s) / (microbatches or round_size)
+
+
+def best_shares(seconds: Array, counts: Sequence[int]) -> Array:
+    """Microbatches of a round for a replica of each class: the quickest round per microbatch, and a short one.
+
+    ``seconds`` [class, ...] is what a microbatch takes on a replica of that class, ``counts`` how many there are. In
+    a round of t seconds a replica does the t / seconds microbatches that fit, and t is a multiple of somebody's.
+    """
+    if len(counts) == 1:
+        return np.ones_like(seconds, dtype=np.int64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rounds = [times * each for times in range(1, MOST_SHARES + 1) for each in seconds]
+        fit = np.nan_to_num(np.floor(np.stack(rounds)[:, None] / seconds[None] + 1e-9), nan=1.0)
+    shares = np.clip(fit, 1, MOST_SHARES)
+    sizes = np.einsum("rc...,c->r...", shares, np.array(counts, dtype=np.float64))
+    paces = (shares * seconds[None]).max(axis=1) / sizes
+    good = paces <= paces.min(axis=0) * WORTH_A_LONGER_ROUND
+    shortest = np.where(good, sizes, np.inf).argmin(axis=0)
+    chosen: Array = np.take_along_axis(shares, shortest[None, None], axis=0)[0].astype(np.int64)
+    return chosen
 
 
 def stashes_weights(asynchronous: bool, in_flight: int) -> bool:
@@ -98,20 +177,25 @@ class PlanCosts:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.model = CostModel(profile=plan.profile, cluster=plan.cluster, microbatch_size=plan.microbatch_size)
+        alike = {}  # replicas on devices alike take as long
+        for stage, device in zip(plan.pipeline.stage_of, plan.devices, strict=True):
+            key = stage, plan.cluster.devices[device]
+            if key not in alike:
+                alike[key] = self._compute_of(plan.stages[stage], device)
         self._compute = [
-            {
-                Kind.FORWARD: self.model.forward_s(plan.stages[stage].layers, device),
-                Kind.BACKWARD: self.model.backward_s(plan.stages[stage].layers, device),
-                Kind.STEP: self.model.update_s(
-                    plan.stages[stage].layers,
-                    device,
-                    stashed=stashes_weights(plan.is_asynchronous, plan.stages[stage].in_flight),
-                ),
-            }
+            alike[stage, plan.cluster.devices[device]]
             for stage, device in zip(plan.pipeline.stage_of, plan.devices, strict=True)
         ]
         self._messages: dict[tuple[Kind, int, int, int, int], float] = {}
         self._syncs: dict[int, float] = {}
+
+    def _compute_of(self, stage: Stage, device: int) -> dict[Kind, float]:
+        stashed = stashes_weights(self.plan.is_asynchronous, stage.in_flight)
+        return {
+            Kind.FORWARD: self.model.forward_s(stage.layers, device),
+            Kind.BACKWARD: self.model.backward_s(stage.layers, device, recompute=stage.recompute),
+            Kind.STEP: self.model.update_s(stage.layers, device, stashed=stashed),
+        }
 
     def compute_s(self, action: Action, worker: int) -> float:
         return self._compute[worker][action.kind]
@@ -138,34 +222,60 @@ class PlanCosts:
             self._messages[key] = self.model.transfer_s(num_bytes, devices[sender], devices[receiver])
         return self._messages[key]
 
+    def memory_bytes(self, worker: int) -> float:
+        """Peak bytes of a worker."""
+        stage = self.plan.stages[self.plan.pipeline.stage_of[worker]]
+        share, trains = self.plan.pipeline.share_of(worker), family(self.plan.schedule).trains
+        return self.model.stage_memory_bytes(stage, asynchronous=self.plan.is_asynchronous, share=share, trains=trains)
+
     def stage_s(self, stage: int) -> float:
         """Seconds per microbatch of a stage in steady state, its updates and averaging shared out; no waiting."""
-        workers = self.plan.pipeline.workers[stage]
-        forward_s, backward_s, step_s = (
-            max(self._compute[worker][kind] for worker in workers) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)
-        )
-        per_round = len(workers) if self.plan.is_asynchronous else self.plan.microbatches
-        return (forward_s + backward_s) / len(workers) + (step_s + self.sync_s(stage)) / per_round
+        workers, shares = self.plan.pipeline.workers[stage], self.plan.stages[stage].shares
+        round_s = max(share * self._microbatch_s(worker) for worker, share in zip(workers, shares, strict=True))
+        if not family(self.plan.schedule).trains:
+            return round_s / sum(shares)
+        update_s = max(self._compute[worker][Kind.STEP] for worker in workers)
+        microbatches = None if self.plan.is_asynchronous else self.plan.microbatches
+        return float(pace(round_s, update_s, self.sync_s(stage), round_size=sum(shares), microbatches=microbatches))
+
+    def cut_s(self, stage: int) -> float:
+        """Seconds per microbatch on the links into the stage behind this one.
+
+        All that crosses the cut, over the slowest link between any two devices of the two stages; the busiest device
+        on either side handles its share of the microbatches.
+        """
+        ends = self.plan.stages[stage : stage + 2]
+        return self._crossing_s(stage) * max(max(end.shares) / sum(end.shares) for end in ends)
+
+    def _crossing_s(self, stage: int) -> float:
+        here, behind = self.plan.stages[stage], self.plan.stages[stage + 1]
+        before = [layer for each in self.plan.stages[: stage + 1] for layer in each.layers]
+        after = [layer for each in self.plan.stages[stage + 1 :] for layer in each.layers]
+        num_bytes = self.model.forward_bytes(set(before), set(after))
+        return float(link_s(num_bytes, self.plan.cluster.slowest_link((*here.devices, *behind.devices))))
 
     def bottleneck_s(self) -> float:
-        """No schedule of the plan's stages is faster per microbatch: the slowest stage, or the slowest link."""
-        pipeline = self.plan.pipeline
-        slowest_s = max(self.stage_s(stage) for stage in range(pipeline.num_stages))
-        for stage, sources in enumerate(pipeline.reads):
-            for source in sources:
-                senders, receivers = pipeline.workers[source], pipeline.workers[stage]
-                there = self.message_s(Action(source, Kind.FORWARD, 0), senders[0], stage, receivers[0])
-                back = self.message_s(Action(stage, Kind.BACKWARD, 0), receivers[0], source, senders[0])
-                pairs = len(senders) * len(receivers) // math.gcd(len(senders), len(receivers))
-                slowest_s = max(slowest_s, max(there, back) / pairs)
-        return slowest_s
+        """The slowest stage or cut: what a microbatch takes in steady state, however many are in flight."""
+        stages = range(self.plan.pipeline.num_stages)
+        return max([*map(self.stage_s, stages), *map(self.cut_s, stages[:-1])])
+
+    def fill_s(self) -> float:
+        """One microbatch through all stages but the last, forth and back: how long a synchronous pipeline fills."""
+        return sum(max(map(self._microbatch_s, workers)) for workers in self.plan.pipeline.workers[:-1])
+
+    def latency_s(self) -> float:
+        """One microbatch through all stages and cuts, alone."""
+        stages = self.plan.pipeline.workers
+        compute_s = sum(max(map(self._microbatch_s, workers)) for workers in stages)
+        return compute_s + sum(self._crossing_s(stage) for stage in range(len(stages) - 1))
 
     def minibatch_s(self) -> float:
-        """About how long a minibatch takes: its microbatches at the bottleneck's pace, and filling the pipeline."""
+        """A minibatch's microbatches at the bottleneck's pace, and what it takes to fill a synchronous pipeline."""
         if self.plan.is_asynchronous:
             return self.bottleneck_s()
-        fill_s = sum(
-            self._compute[workers[0]][Kind.FORWARD] + self._compute[workers[0]][Kind.BACKWARD]
-            for workers in self.plan.pipeline.workers[:-1]
-        )
-        return self.plan.microbatches * self.bottleneck_s() + fill_s
+        return self.plan.microbatches * self.bottleneck_s() + self.fill_s()
+
+    def _microbatch_s(self, worker: int) -> float:
+        seconds = self._compute[worker]
+        backward_s = seconds[Kind.BACKWARD] if family(self.plan.schedule).trains else 0.0
+        return seconds[Kind.FORWARD] + backward_s

@@ -14,7 +14,7 @@ from penstock.bench.jobs import bench_job, bench_profile
 from penstock.bench.rows import Row, at_least
 from penstock.cluster import local_cluster
 from penstock.plan import Plan
-from penstock.planner import make_plan
+from penstock.planner import Hints, make_plan
 from penstock.runtime.launch import launch_workers
 from penstock.runtime.machine import share_of_machine
 
@@ -57,4 +57,4 @@ def _predicted(plan: Plan) -> float:
 def _plan(case: str) -> Plan:
     with share_of_machine(threads=1):
         profile = bench_profile(bench_job(case), repeats=10)
-    return make_plan(profile, local_cluster(2), straight=True)
+    return make_plan(profile, local_cluster(2), hints=Hints(straight=True))

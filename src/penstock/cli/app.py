@@ -304,9 +304,11 @@ def _plan(
     microbatches: int | None = None,
     straight: bool = False,
 ) -> Plan:
-    from penstock.planner import make_plan
+    from penstock.planner import Hints, make_plan
 
-    return make_plan(profile, parse_cluster(cluster), schedule=schedule, microbatches=microbatches, straight=straight)
+    return make_plan(
+        profile, parse_cluster(cluster), schedule=schedule, microbatches=microbatches, hints=Hints(straight=straight)
+    )
 
 
 def write_report_of(directory: RunDirectory) -> Trace:

@@ -88,7 +88,7 @@ def _stage_answer(costs: PlanCosts, index: int) -> dict[str, Any]:
         "backward_s": costs.compute_s(Action(index, Kind.BACKWARD, 0), worker),
         "update_s": costs.compute_s(Action(index, Kind.STEP, 0), worker),
         "parameter_bytes": costs.model.parameter_bytes(stage.layers),
-        "memory_bytes": costs.model.stage_memory_bytes(stage, stage.in_flight if plan.is_asynchronous else 1),
+        "memory_bytes": max(map(costs.memory_bytes, plan.pipeline.workers[index])),
     }
 
 

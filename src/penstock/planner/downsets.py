@@ -7,14 +7,14 @@ follow each other are taken as one until they are few enough, and at worst only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from penstock.graph import Layer, LayerGraph
+from penstock.graph import Layer, LayerGraph, Value
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -53,13 +53,37 @@ class Downsets:
     @cached_property
     def crossing_bytes(self) -> Floats:
         """[downset]: bytes of the values made inside and read outside, each once. Model inputs do not count."""
-        row = self._row
         total = np.zeros(len(self))
+        for value, made, read in self._sent_values():
+            total += value.num_bytes * (made & (read < len(value.consumers)))
+        return total
+
+    def sent_bytes(self) -> Floats:
+        """[smaller, larger]: bytes of the values made between the two and read outside the larger."""
+        made, leaves = [], []
+        for value, made_inside, read_inside in self._sent_values():
+            made.append(~made_inside)
+            leaves.append(value.num_bytes * (made_inside & (read_inside < len(value.consumers))))
+        return _product(made, leaves, len(self))
+
+    def received_bytes(self) -> Floats:
+        """[smaller, larger]: bytes of the values made inside the smaller and read between the two."""
+        waiting, read = [], []
+        shared = np.zeros((len(self), len(self)))
+        for value, made_inside, read_inside in self._sent_values():
+            if len(value.consumers) == 1:
+                waiting.append(value.num_bytes * (made_inside & (read_inside == 0)))
+                read.append(read_inside > 0)
+            else:
+                shared += value.num_bytes * (made_inside[:, None] & (read_inside[None, :] > read_inside[:, None]))
+        return shared + _product(waiting, read, len(self))
+
+    def _sent_values(self) -> Iterator[tuple[Value, Bools, Any]]:
+        """Values that a stage may have to send, each with [downset] whether it is made inside, and by how many read."""
         for value in self.graph.values:
             if value.consumers and not self.graph.by_id[value.producer].is_input:
-                consumed = self.members[:, [row[consumer] for consumer in value.consumers]].all(axis=1)
-                total += value.num_bytes * (self.members[:, row[value.producer]] & ~consumed)
-        return total
+                read = self.members[:, [self._row[consumer] for consumer in value.consumers]].sum(axis=1)
+                yield value, self.members[:, self._row[value.producer]], read
 
     def parts_any_of(self, groups: Sequence[Sequence[int]]) -> Bools:
         """[downset]: whether it holds some but not all of the layers of any of these groups."""
@@ -98,6 +122,14 @@ def find_downsets(graph: LayerGraph, weights: Mapping[int, float], most: int = M
     members = np.unpackbits(packed, axis=1, bitorder="little")[:, : len(graph.layers)].astype(bool)
     members[0] = False  # nothing at all: inputs belong to the first stage that is cut off
     return Downsets(graph, members, complete)
+
+
+def _product(rows: Sequence[Any], columns: Sequence[Any], size: int) -> Floats:
+    """[row, column]: the sum over the items of row x column."""
+    if not rows:
+        return np.zeros((size, size))
+    total: Floats = np.stack(rows, axis=1).astype(np.float64) @ np.stack(columns).astype(np.float64)
+    return total
 
 
 class _Blocks:

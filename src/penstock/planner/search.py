@@ -1,186 +1,250 @@
-"""Finds stages that minimise the slowest stage or link, over all cuts of the layer graph.
+"""Finds the best stages over all cuts of the layer graph and all placements: a dynamic program from the back.
 
-A dynamic program from the back: ``best[d][I]`` is the smallest bottleneck of running the layers outside the downset I
-on the devices from d on. Working from the back makes a stage's in-flight depth known (it depends on the devices
-behind it), and with it the stage's memory.
+``value[node][I]`` is the best way to run the layers outside the downset I on the devices that the node has given
+away. Working from the back makes a stage's in-flight depth known (it depends on the devices behind it), and with it
+the stage's memory. Entries that cannot lead to less than a limit are left out: what is inside I must still run on the
+devices that are free. With a limit near the best there is little left to do, so the limit starts there and grows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from penstock.cost import CostModel, stashes_weights
-from penstock.graph import Layer
-from penstock.plan import Stage
-from penstock.planner.downsets import Bools, Downsets, Floats
+from penstock.cost import link_s
+from penstock.planner.bounds import work_of
+from penstock.planner.downsets import Bools, Floats
+from penstock.planner.placements import Node, Placements, Step
+from penstock.planner.stages import Block, Ints, StageCosts, Team
+
+ROUNDING = 1 + 1e-9
+"""A stage that takes just the limit does not fail by rounding."""
+
+
+class Aim(Enum):
+    PERIOD = "the slowest stage or cut"
+    FILL = "a microbatch through all stages but the last"
+    LATENCY = "a microbatch through all stages and cuts"
+
+
+@dataclass(frozen=True)
+class FoundStage:
+    begin: int
+    end: int
+    team: Team
+    devices: tuple[int, ...]
+    behind: int
+    """devices at work behind it"""
+
+
+@dataclass(frozen=True)
+class Found:
+    value_s: float
+    stages: tuple[FoundStage, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return sum(len(stage.devices) for stage in self.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageSearch:
-    costs: CostModel
-    downsets: Downsets
-    asynchronous: bool
-    microbatches: int
-    straight: bool = False
-    """one replica per stage"""
-    all_forwards_first: bool = False
-    """every stage keeps a whole minibatch in flight"""
+class TableSearch:
+    stage_costs: StageCosts
+    placements: Placements
+    num_stages: int | None = None
+    """that many and no other"""
+    pins: Mapping[int, Sequence[int]] | None = None
+    """stage -> layers that must be in it; needs num_stages"""
 
-    def candidates(self) -> Iterator[tuple[Stage, ...]]:
-        """For each number of devices, fewest first, the stages with the smallest bottleneck on that many."""
-        for first in reversed(range(self._num_devices)):
-            if np.isfinite(self._best[first][0][0]):
-                yield self._stages(first)
+    def tightest(self, lower_s: float, upper_s: float = math.inf) -> tuple[list[Found], float]:
+        """The smallest period, by number of devices, best first; and a bound that none is below.
+
+        Nothing is found if nothing is at or below ``upper_s``; ``lower_s`` must be a bound already.
+        """
+        limit_s, growth = max(lower_s, 0.0) * 1.01 + 1e-12, 1.05
+        while True:
+            limit_s = min(limit_s, upper_s)
+            found = self.solve(Aim.PERIOD, limit_s)
+            if found:
+                return found, max(lower_s, min(found[0].value_s, limit_s))
+            lower_s = max(lower_s, limit_s)
+            if limit_s >= upper_s or math.isinf(limit_s):
+                return [], lower_s
+            limit_s *= growth
+            growth = min(growth**2, 1e12)
+            if growth > 1e3:
+                limit_s = upper_s
 
     @property
-    def _num_devices(self) -> int:
-        return len(self.costs.cluster.devices)
+    def exact(self) -> bool:
+        """Whether no placement is missing."""
+        return self.placements.every_way
 
-    @cached_property
-    def _best(self) -> list[tuple[Floats, np.ndarray[Any, Any]]]:
-        """For each first device: the bottleneck by downset, and the choice (next downset, replicas)."""
-        size = len(self.downsets)
-        nothing_left = np.full(size, np.inf)
-        nothing_left[-1] = 0.0
-        table: list[tuple[Floats, np.ndarray[Any, Any]]] = [(np.empty(0), np.empty(0))] * self._num_devices
-        table.append((nothing_left, np.zeros((size, 2), dtype=int)))
-        for first in reversed(range(self._num_devices)):
-            best, choice = np.full(size, np.inf), np.zeros((size, 2), dtype=int)
-            for replicas in range(1, 2 if self.straight else self._num_devices - first + 1):
-                behind = np.maximum(table[first + replicas][0], self._link_s(first + replicas, replicas))
-                slowest = np.maximum(self._stage_s(first, replicas), behind)
-                ends = np.argmin(slowest, axis=1)
-                found = slowest[np.arange(size), ends]
-                better = found < best
-                best[better] = found[better]
-                choice[better, 0], choice[better, 1] = ends[better], replicas
-            table[first] = (best, choice)
-        return table
+    def period_s(self, found: Found) -> float:
+        """The slowest stage or cut of what was found."""
+        slowest_s, levels = 0.0, self.placements.cluster
+        for stage, behind in zip(found.stages, [*found.stages[1:], None], strict=True):
+            one = np.array([stage.begin]), np.array([stage.end])
+            block = self.stage_costs.block(stage.team, stage.behind, *one)
+            slowest_s = max(slowest_s, float(block.period_s[0, 0]))
+            if behind is not None:
+                link = levels.slowest_link((*stage.devices, *behind.devices))
+                other = self.stage_costs.block(behind.team, behind.behind, one[1], np.array([behind.end]))
+                busiest = max(float(np.max(block.busiest)), float(np.max(other.busiest)))
+                crossing_s = float(link_s(self.stage_costs.crossing_bytes[stage.end], link))
+                slowest_s = max(slowest_s, crossing_s * busiest)
+        return slowest_s
 
-    def _stages(self, first: int) -> tuple[Stage, ...]:
-        """The stages behind ``best[first][0]``, moved to the first devices where all devices are alike."""
-        shift = first if len(set(self.costs.cluster.devices)) == 1 else 0
-        stages, smaller = [], 0
-        while smaller < len(self.downsets) - 1:
-            larger, replicas = (int(x) for x in self._best[first][1][smaller])
-            stages.append(
-                Stage(
-                    layers=self.downsets.between(smaller, larger),
-                    devices=tuple(range(first - shift, first - shift + replicas)),
-                    in_flight=self._depth(first, replicas),
-                )
+    def solve(self, aim: Aim, limit_s: float) -> list[Found]:
+        """The best stages whose period is at most ``limit_s``, for each number of devices, best first."""
+        nodes, size = self.placements.nodes, len(self.stage_costs)
+        values = [np.full(size, np.inf) for _ in nodes]
+        values[0][-1] = 0.0
+        choices: list[Ints | None] = [None] * len(nodes)
+        rest = self._rest
+        for number, node in enumerate(nodes):
+            useful = np.isfinite(values[number]) & (rest[node.free] <= limit_s * ROUNDING)
+            useful[0] = False
+            end = np.flatnonzero(useful)
+            if not len(end):
+                continue
+            for place, step in enumerate(node.steps):
+                target = nodes[step.target]
+                if step.team is None:
+                    self._idle(values, choices, number, place, step)
+                    continue
+                reachable = rest[target.free][: end[-1]] <= limit_s * ROUNDING
+                begins, ends = self._pinned(reachable, end, node)
+                if len(begins) and len(ends):
+                    self._relax(values, choices, number, place, begins, ends, aim, limit_s)
+        return self._best(values, choices, aim)
+
+    def _relax(
+        self,
+        values: list[Floats],
+        choices: list[Ints | None],
+        number: int,
+        place: int,
+        begins: Ints,
+        ends: Ints,
+        aim: Aim,
+        limit_s: float,
+    ) -> None:
+        """Place one team in front of everything that the node has placed."""
+        node = self.placements.nodes[number]
+        step = node.steps[place]
+        assert step.team is not None
+        block = self.stage_costs.block(step.team, self._behind(node), begins, ends)
+        period_s = self._with_links(block, node, step, begins, ends)
+        behind_s = values[number][ends][None, :]
+        if aim is Aim.PERIOD:
+            total = np.maximum(period_s, behind_s)
+        else:
+            total = np.where(
+                period_s <= limit_s * ROUNDING, behind_s + self._added_s(block, node, step, begins, aim), np.inf
             )
-            smaller, first = larger, first + replicas
-        return tuple(stages)
+        chosen = total.argmin(axis=1)
+        found = total[np.arange(len(begins)), chosen]
+        if aim is Aim.PERIOD:
+            found[found > limit_s * ROUNDING] = np.inf
+        target = values[step.target]
+        better = found < target[begins]
+        if better.any():
+            target[begins[better]] = found[better]
+            choice = choices[step.target]
+            if choice is None:
+                choice = choices[step.target] = np.zeros((len(target), 3), dtype=np.int64)
+            choice[begins[better], 0] = number
+            choice[begins[better], 1] = place
+            choice[begins[better], 2] = ends[chosen[better]]
 
-    def _depth(self, first: int, replicas: int) -> int:
-        own = -(-self.microbatches // replicas)
-        if self.all_forwards_first:
-            return own
-        depth = -(-(self._num_devices - first) // replicas)
-        return depth if self.asynchronous else min(depth, own)
+    def _with_links(self, block: Block, node: Node, step: Step, begins: Ints, ends: Ints) -> Floats:
+        """A stage's period, or that of the links out of it and into it if they are slower."""
+        out_s = self._cut_s(node.promise)[ends][None, :] * block.busiest
+        in_s = self._cut_s(step.promise)[begins][:, None] * block.busiest
+        slowest: Floats = np.maximum(np.maximum(block.period_s, out_s), in_s)
+        return slowest
 
-    def _stage_s(self, first: int, replicas: int) -> Floats:
-        """[smaller, larger]: seconds per microbatch of a stage on ``replicas`` devices; inf where it is not allowed."""
-        devices = list(range(first, first + replicas))
-        depth = self._depth(first, replicas)
-        stashed = stashes_weights(self.asynchronous, depth)
-        kinds = tuple(
-            sorted({(self.costs.cluster.devices[d].kind, self.costs.cluster.devices[d].speed) for d in devices})
-        )
-        # an all-reduce is linear in its bytes beyond a latency, so two calls give it for every stage at once
-        latency_s = self.costs.allreduce_s(1e-9, devices)
-        per_byte_s = (self.costs.allreduce_s(1e9, devices) - latency_s) / 1e9
-        key = (replicas, stashed, kinds, latency_s, per_byte_s)
-        if key not in self._seconds:
-            self._seconds[key] = self._unlimited_stage_s(devices, stashed, latency_s, per_byte_s)
-        seconds = self._seconds[key]
-        limits = [self.costs.cluster.devices[device].memory_bytes for device in devices]
-        limit = min((limit for limit in limits if limit is not None), default=None)
-        return seconds if limit is None else np.where(self._memory_bytes(depth) <= limit, seconds, np.inf)
+    def _added_s(self, block: Block, node: Node, step: Step, begins: Ints, aim: Aim) -> Any:
+        if aim is Aim.LATENCY:
+            return block.trip_s + self._cut_s(step.promise)[begins][:, None]
+        return block.trip_s if self._behind(node) else 0.0
 
-    def _unlimited_stage_s(self, devices: list[int], stashed: bool, latency_s: float, per_byte_s: float) -> Floats:
-        """Were there memory enough. A mixed stage goes at the pace of its slowest device."""
-        compute_s = np.max([self._between(self._compute_s(device)) for device in devices], axis=0)
-        update_s = np.max([self._between(self._update_s(device, stashed)) for device in devices], axis=0)
-        weights = self._parameter_bytes
-        round_s = update_s + per_byte_s * weights + latency_s * (weights > 0)
-        per_step = len(devices) if self.asynchronous else self.microbatches
-        return np.where(self._allowed, compute_s / len(devices) + round_s / per_step, np.inf)
+    def _idle(self, values: list[Floats], choices: list[Ints | None], number: int, place: int, step: Step) -> None:
+        better = np.flatnonzero(values[number] < values[step.target])
+        if len(better):
+            values[step.target][better] = values[number][better]
+            choice = choices[step.target]
+            if choice is None:
+                choice = choices[step.target] = np.zeros((len(values[number]), 3), dtype=np.int64)
+            choice[better] = np.stack([np.full(len(better), number), np.full(len(better), place), better], axis=1)
 
-    @cached_property
-    def _seconds(self) -> dict[Any, Floats]:
-        return {}
+    def _best(self, values: list[Floats], choices: list[Ints | None], aim: Aim) -> list[Found]:
+        best: dict[int, tuple[float, int]] = {}
+        for number, node in enumerate(self.placements.nodes):
+            value_s = float(values[number][0])
+            wanted = self.num_stages is None or node.stages == self.num_stages
+            if math.isfinite(value_s) and wanted and value_s < best.get(self._behind(node), (math.inf, 0))[0]:
+                best[self._behind(node)] = value_s, number
+        ranked = sorted(best.items(), key=lambda item: (item[1][0], item[0]))
+        return [Found(value_s, self._stages(number, choices)) for _, (value_s, number) in ranked]
 
-    @cached_property
-    def _allowed(self) -> Bools:
-        allowed: Bools = self.downsets.contained & ~self._forbidden[None, :]
-        return allowed
+    def _stages(self, number: int, choices: list[Ints | None]) -> tuple[FoundStage, ...]:
+        path, begin = [], 0
+        while number != 0:
+            choice = choices[number]
+            assert choice is not None
+            source, place, end = (int(x) for x in choice[begin])
+            step = self.placements.nodes[source].steps[place]
+            path.append((step, begin, end, self._behind(self.placements.nodes[source])))
+            number, begin = source, end
+        path.reverse()
+        devices = iter(self.placements.devices([step for step, *_ in path]))
+        placed = [
+            FoundStage(begin, end, step.team, next(devices), behind)
+            for step, begin, end, behind in path
+            if step.team is not None
+        ]
+        return tuple(reversed(placed))
 
-    def _memory_bytes(self, depth: int) -> Floats:
-        versions = depth if self.asynchronous else 1
-        saved = self.costs.scale * self._saved_bytes
-        total: Floats = self._parameter_bytes * (versions + 1) + self._state_bytes + depth * saved
-        return total
+    def _behind(self, node: Node) -> int:
+        return len(self.placements.cluster.devices) - len(node.free)
 
-    def _link_s(self, device: int, replicas: int) -> Floats:
-        """[larger]: seconds per microbatch on the links out of a stage that ends there, into ``device``."""
-        if device >= self._num_devices:
-            return np.zeros(len(self.downsets))
-        link = self.costs.cluster.link(device - 1, device)
-        return self.costs.scale * self.downsets.crossing_bytes / link.bytes_per_s / replicas
+    def _pinned(self, reachable: Bools, ends: Ints, node: Node) -> tuple[Ints, Ints]:
+        if self.num_stages is None or not self.pins:
+            return np.flatnonzero(reachable), ends
+        layers = self.pins.get(self.num_stages - 1 - node.stages, ())
+        inside = self._holds(tuple(layers))
+        none, every = np.asarray(~inside.any(axis=1)), np.asarray(inside.all(axis=1))
+        return np.flatnonzero(reachable & none[: len(reachable)]), ends[every[ends]]
 
-    def _compute_s(self, device: int) -> dict[int, float]:
-        return {
-            layer: self.costs.forward_s([layer], device) + self.costs.backward_s([layer], device)
-            for layer in self.costs.profile.graph.order
-        }
+    def _holds(self, layers: tuple[int, ...]) -> Bools:
+        rows = [self.stage_costs.downsets.graph.order.index(layer) for layer in layers]
+        held: Bools = self.stage_costs.downsets.members[:, rows]
+        return held
 
-    def _update_s(self, device: int, stashed: bool) -> dict[int, float]:
-        order = self.costs.profile.graph.order
-        return {layer: self.costs.update_s([layer], device, stashed=stashed) for layer in order}
-
-    @cached_property
-    def _parameter_bytes(self) -> Floats:
-        graph = self.costs.profile.graph
-        return self._between({n: float(sum(p.num_bytes for p in graph.parameters_of([n]))) for n in graph.order})
-
-    @cached_property
-    def _state_bytes(self) -> Floats:
-        graph = self.costs.profile.graph
-        return self._between({n: float(sum(p.state_bytes for p in graph.parameters_of([n]))) for n in graph.order})
-
-    @cached_property
-    def _saved_bytes(self) -> Floats:
-        graph = self.costs.profile.graph
-        return self._between({n: float(graph.by_id[n].saved_bytes) for n in graph.order})
+    def _cut_s(self, level: int) -> Floats:
+        return self._cuts[level]
 
     @cached_property
-    def _forbidden(self) -> Bools:
-        """[downset]: a cut there would part layers that share a weight, under an asynchronous schedule."""
-        if not self.asynchronous:
-            return np.zeros(len(self.downsets), dtype=bool)
-        return self.downsets.parts_any_of(self._tied_layers)
+    def _cuts(self) -> list[Floats]:
+        """[level][downset]: seconds on a link of that level for all that crosses the cut."""
+        return [link_s(self.stage_costs.crossing_bytes, level) for level in self.placements.cluster.levels]
 
     @cached_property
-    def _tied_layers(self) -> list[list[int]]:
-        users: dict[str, list[int]] = {}
-        for layer in self.costs.profile.graph.layers:
-            for name in layer.parameters:
-                users.setdefault(name, []).append(layer.id)
-        return [layers for layers in users.values() if len(layers) > 1]
-
-    def _between(self, per_layer: dict[int, float]) -> Floats:
-        """[smaller, larger]: the sum over the layers in the second and not in the first."""
-
-        def of_layer(layer: Layer) -> float:
-            return per_layer[layer.id]
-
-        sums = self.downsets.sums(of_layer)
-        difference: Floats = sums[None, :] - sums[:, None]
-        return difference
+    def _rest(self) -> dict[frozenset[int], Floats]:
+        """By the devices that are free, [downset]: its layers take at least this long on them, shared perfectly."""
+        work = work_of(self.stage_costs.costs, self.stage_costs.family)
+        inside = self.stage_costs.downsets.sums(lambda layer: work.of_layer[layer.id])
+        bounds = {}
+        for node in self.placements.nodes:
+            rate = sum(work.rates[device] for device in sorted(node.free))
+            bounds[node.free] = inside / rate if rate > 0 else np.full(len(inside), np.inf)
+            bounds[node.free][0] = 0.0
+        return bounds

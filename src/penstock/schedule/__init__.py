@@ -1,13 +1,23 @@
 """Schedules: who does what, in which order, and what each action waits for."""
 
 from penstock.schedule.action import Action, Kind
-from penstock.schedule.builders import FAMILIES, build_schedule, default_depth, depths_with_slack, family, replica_depth
+from penstock.schedule.builders import (
+    FAMILIES,
+    Family,
+    build_schedule,
+    default_depth,
+    depths_with_slack,
+    family,
+    replica_depth,
+    shallow_depths,
+)
 from penstock.schedule.pipeline import Pipeline, dependencies, participants
 from penstock.schedule.schedule import Moment, Schedule, check, execution_order
 
 __all__ = [
     "FAMILIES",
     "Action",
+    "Family",
     "Kind",
     "Moment",
     "Pipeline",
@@ -21,4 +31,5 @@ __all__ = [
     "family",
     "participants",
     "replica_depth",
+    "shallow_depths",
 ]

@@ -15,6 +15,7 @@ Drawn for two stages on two workers, four microbatches:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ class Family:
     """updates weights after every round of its own, without waiting for the rest of the pipeline"""
     all_forwards_first: bool
     """keeps a whole minibatch in flight, whatever depth the plan gives"""
+    trains: bool = True
+    """whether it has backwards and updates"""
 
 
 FAMILIES: dict[str, Family] = {
@@ -57,7 +60,7 @@ def default_depth(pipeline: Pipeline, stage: int) -> int:
     return -(-sum(pipeline.round_sizes[stage:]) // pipeline.round_sizes[stage])
 
 
-def depths_with_slack(pipeline: Pipeline, rounds: int) -> list[int]:
+def depths_with_slack(pipeline: Pipeline, rounds: float) -> list[int]:
     """Depths that let every stage run so many rounds ahead of the next, a round being as wide as the wider of the two.
 
     An unevenly replicated pipeline wants that: replicas step together, so they send in bursts. The width of a round
@@ -67,8 +70,20 @@ def depths_with_slack(pipeline: Pipeline, rounds: int) -> list[int]:
     depths = [1]
     for stage in range(pipeline.num_stages - 2, -1, -1):
         here, behind = pipeline.round_sizes[stage], pipeline.round_sizes[stage + 1]
-        ahead = behind * (depths[0] - 1) + rounds * max(here, behind)
+        ahead = behind * (depths[0] - 1) + math.ceil(rounds * max(here, behind))
         depths.insert(0, 1 + -(-ahead // here))
+    return depths
+
+
+def shallow_depths(pipeline: Pipeline, deepest: int) -> list[int]:
+    """The default depths, none above ``deepest``, and no stage ahead of what the one before it sends."""
+    depths: list[int] = []
+    for stage in range(pipeline.num_stages):
+        depth = min(default_depth(pipeline, stage), deepest)
+        if stage:
+            sent = pipeline.round_sizes[stage - 1] * (depths[-1] - 1)
+            depth = min(depth, 1 + sent // pipeline.round_sizes[stage])
+        depths.append(depth)
     return depths
 
 

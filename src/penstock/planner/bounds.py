@@ -1,0 +1,99 @@
+"""Seconds that no plan can beat, whatever its cuts and placement."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.cost import CostModel
+from penstock.schedule import Family
+
+PRECISION = 1e-4
+
+
+@dataclass(frozen=True)
+class Work:
+    """Computing in units that no device does more than ``rates`` of in a second.
+
+    Kinds of devices may be good at different layers, so seconds on one are no measure of work. Here a layer weighs what
+    it takes where it is done best, beside what the whole model takes there.
+    """
+
+    of_layer: Mapping[int, float]
+    rates: tuple[float, ...]
+    """of each device of the cluster"""
+
+    @property
+    def total(self) -> float:
+        return sum(self.of_layer.values())
+
+
+def work_of(costs: CostModel, family: Family) -> Work:
+    layers = costs.profile.graph.order
+    different = list(dict.fromkeys(costs.cluster.devices))
+
+    def seconds(layer: int, device: int) -> float:
+        backward_s = costs.backward_s([layer], device) if family.trains else 0.0
+        return costs.forward_s([layer], device) + backward_s
+
+    examples = [costs.cluster.devices.index(device) for device in different]
+    table = np.array([[seconds(layer, device) for layer in layers] for device in examples])
+    whole = table.sum(axis=1)
+    if whole.min() == 0:
+        return Work(dict.fromkeys(layers, 0.0), (1.0,) * len(costs.cluster.devices))
+    weights = (table / whole[:, None]).min(axis=0)
+    rates = {device: 1 / float(whole[kind]) for kind, device in enumerate(different)}
+    return Work(
+        dict(zip(layers, weights.tolist(), strict=True)), tuple(rates[device] for device in costs.cluster.devices)
+    )
+
+
+def compute_bound_s(costs: CostModel, family: Family) -> float:
+    """Seconds per microbatch if all devices shared all computing perfectly and nothing had to be moved."""
+    work = work_of(costs, family)
+    return work.total / sum(work.rates)
+
+
+def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
+    """The same for devices all alike, with the averaging that replicas need, over the fastest links there are.
+
+    In a period of T a layer needs enough replicas that its computing, update and averaging fit, and each replica then
+    averages: that takes device time of its own. All layers together have the device time that there is.
+    """
+    devices, graph = len(costs.cluster.devices), costs.profile.graph
+    if len(set(costs.cluster.devices)) > 1 or not family.trains:
+        return compute_bound_s(costs, family)
+    layers = [layer.id for layer in graph.layers]
+    compute_s = np.array([costs.forward_s([n], 0) + costs.backward_s([n], 0) for n in layers])
+    update_s = np.array([costs.update_s([n], 0, stashed=False) for n in layers])
+    rate = max(level.bytes_per_s for level in costs.cluster.levels)
+    users = Counter(name for layer in graph.layers for name in layer.parameters)
+    own = [[p for p in graph.parameters_of([n]) if users[p.name] == 1] for n in layers]
+    wire_s = np.array([2 * sum(p.num_bytes for p in parameters) / rate for parameters in own])
+
+    def area_s(replicas: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Device seconds per microbatch."""
+        overhead_s = update_s + wire_s * (replicas - 1) / replicas
+        return compute_s + (overhead_s if family.asynchronous else overhead_s * replicas / microbatches)
+
+    def possible(period_s: float) -> bool:
+        replicas = np.ones(len(layers))
+        for _ in range(devices):
+            short = area_s(replicas) > replicas * period_s * (1 + 1e-12)
+            if not short.any():
+                return bool(area_s(replicas).sum() <= devices * period_s)
+            replicas[short] += 1
+            if replicas.max() > devices:
+                return False
+        return False
+
+    low, high = compute_bound_s(costs, family), float(compute_s.sum() + update_s.sum())
+    if low == 0 or possible(low):
+        return low
+    while high - low > PRECISION * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return low

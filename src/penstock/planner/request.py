@@ -1,0 +1,259 @@
+"""One request for a plan: its candidates, and what each would take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from penstock.cluster import Cluster
+from penstock.cost import CostModel, PlanCosts, best_shares
+from penstock.plan import Plan, Prediction, Stage
+from penstock.planner.downsets import Downsets, find_downsets, layer_weights
+from penstock.planner.explore import Explorer
+from penstock.planner.hints import Hints
+from penstock.planner.search import Found
+from penstock.planner.stages import StageCosts
+from penstock.profile import Profile
+from penstock.schedule import Family, default_depth, depths_with_slack, family, shallow_depths
+from penstock.simulate import simulate
+
+SIMULATED = 4
+"""Cuts that are simulated: those that promise most by the cost model alone."""
+MOST_SIMULATED_WORKERS = 32
+"""A larger pipeline is trusted to keep its bottleneck's pace."""
+CLOSE_ENOUGH = 1.01
+"""A hundredth is not worth more memory, nor more microbatches."""
+NOTHING_YET = Prediction(seconds_per_minibatch=0.0, lower_bound_s=0.0, data_parallel_s=None, one_device_s=None)
+
+Scored = tuple[float, Plan]
+"""Seconds, and the plan that takes them."""
+Placed = tuple[tuple[int, ...], tuple[int, ...]]
+"""Layers of a stage, and its devices."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A profile to plan on a cluster, under a schedule with so many microbatches in a minibatch."""
+
+    profile: Profile
+    cluster: Cluster
+    schedule: str
+    microbatches: int
+    hints: Hints
+    recompute: bool = True
+    samples_per_s: float | None = None
+
+    def best(self) -> Scored | None:
+        """None where nothing fits."""
+        plain = {name: self._simulated(plan) for name, plan in self._baselines.items() if plan}
+        scored = [item for item in plain.values() if self._allowed(item[1])]
+        cuts = self._cuts([plan for _, plan in scored])
+        scored += [self._deepened(plan) for plan in cuts[:SIMULATED]]
+        if not scored and self.family.asynchronous:
+            scored = [self._simulated(plan) for plan in self._shallow()]
+        if not scored:
+            return None
+        seconds, plan = min(scored, key=lambda item: (item[0], len(item[1].devices)))
+        return seconds, replace(plan, prediction=self._prediction(seconds, plan, plain))
+
+    def _prediction(self, seconds: float, plan: Plan, plain: dict[str, Scored]) -> Prediction:
+        beside = {name: plain[name][0] if name in plain else None for name in self._baselines}
+        if self.family.trains:
+            bound_s = min(self._explorer.lower_bound_s * self.microbatches, seconds)  # above it by rounding at most
+            return Prediction(seconds_per_minibatch=seconds, lower_bound_s=bound_s, **beside)
+        bound_s = min(self.costs.forward_s(self.profile.graph.order, d) for d in range(len(self.cluster.devices)))
+        return Prediction(
+            seconds_per_minibatch=PlanCosts(plan).bottleneck_s(),
+            latency_s=seconds,
+            lower_bound_s=min(bound_s, seconds),
+            **beside,
+        )
+
+    @cached_property
+    def family(self) -> Family:
+        return family(self.schedule)
+
+    @cached_property
+    def costs(self) -> CostModel:
+        size = self.profile.batch_size / self.microbatches
+        return CostModel(profile=self.profile, cluster=self.cluster, microbatch_size=size)
+
+    @cached_property
+    def stage_costs(self) -> StageCosts:
+        return StageCosts(
+            costs=self.costs,
+            downsets=self._downsets,
+            family=self.family,
+            microbatches=self.microbatches,
+            recompute=self.recompute,
+            together=self.hints.layers_together(self.profile.graph),
+        )
+
+    @cached_property
+    def _downsets(self) -> Downsets:
+        graph = self.profile.graph
+        return find_downsets(graph, layer_weights(graph, self.profile.compute_s(self.cluster.devices[0].kind)))
+
+    @cached_property
+    def _explorer(self) -> Explorer:
+        return Explorer(self.stage_costs, self.hints)
+
+    # Candidates.
+
+    @cached_property
+    def _baselines(self) -> dict[str, Plan | None]:
+        """One stage with everything: on all devices, and on the one that is fastest with it and can hold it."""
+        whole, devices = self.profile.graph.order, range(len(self.cluster.devices))
+        alone = [plan for device in self._different_devices if (plan := self.plan_of([(whole, (device,))]))]
+        return {
+            "data_parallel_s": self.plan_of([(whole, tuple(devices))]),
+            "one_device_s": min(alone, key=self._estimate_s, default=None),
+        }
+
+    @cached_property
+    def _different_devices(self) -> list[int]:
+        return [self.cluster.devices.index(device) for device in dict.fromkeys(self.cluster.devices)]
+
+    def _cuts(self, known: Sequence[Plan]) -> list[Plan]:
+        """What the search finds that promises no less than the plans that are known."""
+        if not self.family.trains:
+            found = self._explorer.quickest(self.period_limit_s)
+        else:
+            limit_s = min((PlanCosts(plan).bottleneck_s() for plan in known), default=math.inf)
+            if not self.family.asynchronous:  # a minibatch must fill the pipeline, so some trade period for that
+                limit_s = min((self._estimate_s(plan) / self.microbatches for plan in known), default=math.inf)
+            found = self._explorer.tightest(limit_s)
+            if found and not self.family.asynchronous:
+                first = [plan for each in found if (plan := self.plan_of_found(each))]
+                loosest_s = min((self._estimate_s(plan) / self.microbatches for plan in first), default=limit_s)
+                found += self._explorer.trade_offs(found[0].value_s, loosest_s)
+        plans = {plan.stages: plan for each in found if (plan := self.plan_of_found(each)) and self._allowed(plan)}
+        return sorted(plans.values(), key=lambda plan: (self._estimate_s(plan), len(plan.devices)))
+
+    def plan_of_found(self, found: Found, deepest: int | None = None) -> Plan | None:
+        stages = [(self._downsets.between(stage.begin, stage.end), stage.devices) for stage in found.stages]
+        return self.plan_of(stages, deepest)
+
+    def plan_of(self, stages: Sequence[Placed], deepest: int | None = None) -> Plan | None:
+        """The plan with these layers on these devices, with shares and depths; None where something is too small."""
+        made = tuple(
+            Stage(layers=layers, devices=devices, shares=self._shares(layers, devices)) for layers, devices in stages
+        )
+        plan = Plan(
+            profile=self.profile,
+            cluster=self.cluster,
+            stages=made,
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            prediction=NOTHING_YET,
+        )
+        if deepest is not None:
+            return self._fitted(plan, shallow_depths(plan.pipeline, deepest))
+        return self._fitted(plan, [self._depth(plan, index) for index in range(len(made))])
+
+    def _shares(self, layers: tuple[int, ...], devices: tuple[int, ...], *, again: bool = False) -> tuple[int, ...]:
+        """In proportion to speed."""
+        kinds = list(dict.fromkeys(self.cluster.devices[device] for device in devices))
+        if len(kinds) == 1:
+            return (1,) * len(devices)
+        examples = [self.cluster.devices.index(kind) for kind in kinds]
+        counts = [sum(self.cluster.devices[device] == kind for device in devices) for kind in kinds]
+        seconds = np.array([self._microbatch_s(layers, device, again=again) for device in examples])
+        shares = best_shares(seconds, counts)
+        return tuple(int(shares[kinds.index(self.cluster.devices[device])]) for device in devices)
+
+    def _microbatch_s(self, layers: tuple[int, ...], device: int, *, again: bool) -> float:
+        backward_s = self.costs.backward_s(layers, device, recompute=again) if self.family.trains else 0.0
+        return self.costs.forward_s(layers, device) + backward_s
+
+    def _depth(self, plan: Plan, index: int) -> int:
+        own = -(-plan.microbatches // plan.pipeline.round_sizes[index])
+        if self.family.all_forwards_first or not self.family.trains:
+            return own
+        depth = default_depth(plan.pipeline, index)
+        return depth if self.family.asynchronous else min(depth, own)
+
+    def _fitted(self, plan: Plan, depths: Sequence[int]) -> Plan | None:
+        """With these depths, recomputing where it must; None where a device is too small even so."""
+        stages = []
+        for stage, depth in zip(plan.stages, depths, strict=True):
+            deep = replace(stage, in_flight=depth)
+            if not self.fits(deep):
+                again = self._shares(stage.layers, stage.devices, again=True)
+                deep = replace(deep, recompute=True, shares=again)
+                if not (self.recompute and self.family.trains and self.fits(deep)):
+                    return None
+            stages.append(deep)
+        return replace(plan, stages=tuple(stages))
+
+    def fits(self, stage: Stage) -> bool:
+        limits = [self.cluster.devices[device].memory_bytes for device in stage.devices]
+        different = dict.fromkeys(zip(limits, stage.shares, strict=True))
+        return all(limit is None or self.need_bytes(stage, share) <= limit for limit, share in different)
+
+    def need_bytes(self, stage: Stage, share: int) -> float:
+        return self.costs.stage_memory_bytes(
+            stage, asynchronous=self.family.asynchronous, share=share, trains=self.family.trains
+        )
+
+    def _shallow(self) -> list[Plan]:
+        """Where nothing fits at the depth that keeps every stage busy: the same stages with fewer in flight."""
+        for deepest in (2, 1):
+            found = Explorer(replace(self.stage_costs, deepest=deepest), self.hints).tightest()
+            plans = [plan for each in found[:SIMULATED] if (plan := self.plan_of_found(each, deepest))]
+            if plans := [plan for plan in plans if self._allowed(plan)]:
+                return plans
+        return []
+
+    def _allowed(self, plan: Plan) -> bool:
+        """By the hints, and quick enough where that is asked for."""
+        replicas = [len(stage.devices) for stage in plan.stages]
+        if not self.hints.allow(replicas, plan.stage_of_layer, self.profile.graph):
+            return False
+        return self.family.trains or PlanCosts(plan).bottleneck_s() <= self.period_limit_s * (1 + 1e-9)
+
+    @property
+    def period_limit_s(self) -> float:
+        return self.profile.batch_size / self.samples_per_s if self.samples_per_s else math.inf
+
+    # Scores.
+
+    def _estimate_s(self, plan: Plan) -> float:
+        costs = PlanCosts(plan)
+        return costs.minibatch_s() if self.family.trains else costs.latency_s()
+
+    def _simulated(self, plan: Plan) -> Scored:
+        """By the simulator, unless it confirms what the cost model says of the steady state."""
+        estimate_s = self._estimate_s(plan)
+        if not self.family.trains or len(plan.devices) > MOST_SIMULATED_WORKERS:
+            return estimate_s, plan
+        first = plan.stages[0]
+        minibatches = len(plan.devices) + 4
+        if plan.is_asynchronous:  # long enough for a steady rate: filling and draining take what is in flight
+            minibatches = 8 * len(plan.devices) + 6 * plan.pipeline.round_sizes[0] * first.in_flight + 16
+        rate = simulate(plan, minibatches).samples_per_s
+        simulated_s = plan.profile.batch_size / rate if rate > 0 else 0.0
+        if plan.is_asynchronous and simulated_s <= estimate_s * 2 * CLOSE_ENOUGH - estimate_s:
+            return estimate_s, plan
+        return simulated_s, plan
+
+    def _deepened(self, plan: Plan) -> Scored:
+        """More microbatches in flight than PipeDream's rule, where that brings an uneven pipeline to its pace."""
+        best = self._simulated(plan)
+        if not plan.is_asynchronous or len(set(plan.pipeline.round_sizes)) == 1:
+            return best
+        goal_s = PlanCosts(plan).bottleneck_s()
+        for rounds in (1, 1.5, 2, 3, 4, 6):
+            if best[0] <= goal_s * CLOSE_ENOUGH:
+                break
+            deeper = self._fitted(plan, depths_with_slack(plan.pipeline, rounds))
+            if deeper is None or [s.recompute for s in deeper.stages] != [s.recompute for s in plan.stages]:
+                break
+            scored = self._simulated(deeper)
+            if scored[0] < best[0] / CLOSE_ENOUGH:
+                best = scored
+        return best

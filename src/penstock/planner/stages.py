@@ -1,0 +1,307 @@
+"""What a stage costs on a team of devices, for many stages at once.
+
+A stage lies between two downsets, so whatever adds up over layers is a difference of two sums. A block of costs has
+a row for each downset where the stage may begin and a column for each where it may end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from penstock.cluster import Device
+from penstock.cost import CostModel, best_shares, memory_bytes, pace, ring_s, stashes_weights
+from penstock.graph import Layer
+from penstock.planner.downsets import Bools, Downsets, Floats
+from penstock.schedule import Family, replica_depth
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Devices that run one stage, as far as its cost goes."""
+
+    counts: tuple[int, ...]
+    """how many of each class of device"""
+    span: int
+    """the level of the cluster that joins them; that of one device is 0"""
+
+    @property
+    def size(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True)
+class Block:
+    """[begin, end] costs of stages on one team."""
+
+    period_s: Floats
+    """per microbatch, in steady state; inf where the stage is not allowed or does not fit"""
+    trip_s: Floats
+    """one microbatch on the slowest replica"""
+    busiest: Any
+    """the share of all microbatches that the busiest replica handles"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    costs: CostModel
+    downsets: Downsets
+    family: Family
+    microbatches: int
+    """per minibatch, under a synchronous schedule"""
+    limited: bool = True
+    """whether devices have the memory they have; without, costs are those of devices with any amount of it"""
+    recompute: bool = True
+    """whether a stage that does not fit may recompute its forward"""
+    deepest: int | None = None
+    """most microbatches in flight on a replica"""
+    together: Collection[tuple[int, ...]] = ()
+    """groups of layers that must be in one stage"""
+
+    def __len__(self) -> int:
+        return len(self.downsets)
+
+    @cached_property
+    def classes(self) -> tuple[Device, ...]:
+        """Devices that differ, the first of each."""
+        return tuple(dict.fromkeys(self.costs.cluster.devices))
+
+    @cached_property
+    def class_of(self) -> tuple[int, ...]:
+        number = {device: index for index, device in enumerate(self.classes)}
+        return tuple(number[device] for device in self.costs.cluster.devices)
+
+    def block(self, team: Team, behind: int, begin: Ints, end: Ints) -> Block:
+        """Costs of the stages between ``begin`` and ``end`` with so many devices at work behind them."""
+        depth = self.depth(behind, team.size)
+        kinds = [kind for kind, count in enumerate(team.counts) if count]
+        counts = [team.counts[kind] for kind in kinds]
+        plain = self._timed(team, kinds, counts, depth, begin, end, again=False)
+        allowed = self.allowed[np.ix_(begin, end)]
+        if not self.has_limits:
+            return _masked(plain, allowed)
+        fits = self._fits(kinds, counts, depth, plain, begin, end, again=False)
+        if not self.recompute or not self.family.trains or fits[allowed].all():
+            return _masked(plain, allowed & fits)
+        slower = self._timed(team, kinds, counts, depth, begin, end, again=True)
+        fits_again = self._fits(kinds, counts, depth, slower, begin, end, again=True)
+        return _masked(plain, allowed & fits, _masked(slower, allowed & fits_again))
+
+    def depth(self, behind: Any, replicas: Any) -> Any:
+        """Microbatches in flight on a replica, which stands on the devices behind it."""
+        own = -(-self.microbatches // replicas)
+        if self.family.all_forwards_first:
+            return own
+        depth = -(-(behind + replicas) // replicas)
+        if self.deepest is not None:
+            depth = np.minimum(depth, self.deepest)
+        return depth if self.family.asynchronous else np.minimum(depth, own)
+
+    def recomputes(self, team: Team, behind: int, begin: int, end: int) -> bool:
+        """Whether the stage fits only if it recomputes."""
+        if not self.has_limits or not self.family.trains:
+            return False
+        one = np.array([begin]), np.array([end])
+        kinds = [kind for kind, count in enumerate(team.counts) if count]
+        counts = [team.counts[kind] for kind in kinds]
+        depth = self.depth(behind, team.size)
+        plain = self._timed(team, kinds, counts, depth, *one, again=False)
+        return not bool(self._fits(kinds, counts, depth, plain, *one, again=False).all())
+
+    def _timed(
+        self, team: Team, kinds: list[int], counts: list[int], depth: Any, begin: Ints, end: Ints, *, again: bool
+    ) -> _Timed:
+        stashed = stashes_weights(self.family.asynchronous, int(depth))
+        seconds = np.stack([_difference(self._compute_s(kind, again), begin, end) for kind in kinds])
+        shares = best_shares(seconds, counts)
+        sizes = np.einsum("cij,c->ij", shares, np.array(counts)) if len(kinds) > 1 else float(team.size)
+        round_s = (shares * seconds).max(axis=0) if len(kinds) > 1 else seconds[0]
+        busiest = shares.max(axis=0) / sizes if len(kinds) > 1 else 1 / team.size
+        if not self.family.trains:
+            return _Timed(Block(round_s / sizes, seconds.max(axis=0), busiest), shares)
+        update_s = np.max([_difference(self._update_s(kind, stashed), begin, end) for kind in kinds], axis=0)
+        sync_s: Any = 0.0
+        if team.size > 1:
+            weights = self.parameter_bytes(begin, end)
+            sync_s = ring_s(weights, team.size, self.costs.cluster.levels[team.span])
+        microbatches = None if self.family.asynchronous else self.microbatches
+        period_s = pace(round_s, update_s, sync_s, round_size=sizes, microbatches=microbatches)
+        return _Timed(Block(period_s, seconds.max(axis=0), busiest), shares)
+
+    def _fits(
+        self, kinds: list[int], counts: list[int], depth: Any, timed: _Timed, begin: Ints, end: Ints, *, again: bool
+    ) -> Bools:
+        fits = np.ones((len(begin), len(end)), dtype=bool)
+        for kind, shares in zip(kinds, timed.shares, strict=True):
+            limit = self.classes[kind].memory_bytes
+            if limit is not None:
+                need = self.memory_bytes(begin, end, depth, replica_depth(depth, shares), again=again)
+                fits &= need <= limit
+        return fits
+
+    def memory_bytes(self, begin: Ints, end: Ints, versions: Any, in_flight: Any, *, again: bool) -> Floats:
+        scale = self.costs.scale
+        need: Floats = memory_bytes(
+            weights=self.parameter_bytes(begin, end),
+            state=self._state_bytes(begin, end),
+            saved=scale * _difference(self._saved_sums, begin, end),
+            received=scale * self._received_bytes[np.ix_(begin, end)],
+            sent=scale * self._sent_bytes[np.ix_(begin, end)],
+            in_flight=in_flight,
+            versions=versions if self.family.asynchronous else 1,
+            recompute=again,
+            trains=self.family.trains,
+        )
+        return need
+
+    @cached_property
+    def crossing_bytes(self) -> Floats:
+        """[downset]: what crosses the cut there, for one microbatch."""
+        return self.costs.scale * self.downsets.crossing_bytes
+
+    @cached_property
+    def has_limits(self) -> bool:
+        return self.limited and any(device.memory_bytes is not None for device in self.classes)
+
+    @cached_property
+    def allowed(self) -> Bools:
+        """[begin, end]: whether that is a stage at all."""
+        inside: Bools = self.downsets.contained & ~self._forbidden[None, :]
+        return inside
+
+    @cached_property
+    def _forbidden(self) -> Bools:
+        """[downset]: a cut there would part layers that belong together."""
+        tied = self._tied_layers if self.family.asynchronous else []
+        return self.downsets.parts_any_of([*tied, *self.together])
+
+    @cached_property
+    def _tied_layers(self) -> list[list[int]]:
+        return [users for _, users in self._parameter_users if len(users) > 1]
+
+    @cached_property
+    def _parameter_users(self) -> list[tuple[str, list[int]]]:
+        users: dict[str, list[int]] = {}
+        for layer in self.costs.profile.graph.layers:
+            for name in layer.parameters:
+                users.setdefault(name, []).append(layer.id)
+        return list(users.items())
+
+    # Sums by downset.
+
+    @cached_property
+    def _compute_sums(self) -> dict[tuple[int, bool], Floats]:
+        return {}
+
+    def _compute_s(self, kind: int, again: bool) -> Floats:
+        if (kind, again) not in self._compute_sums:
+            device = self.class_of.index(kind)
+
+            def seconds(layer: Layer) -> float:
+                forward_s = self.costs.forward_s([layer.id], device)
+                if not self.family.trains:
+                    return forward_s
+                return forward_s + self.costs.backward_s([layer.id], device, recompute=again)
+
+            self._compute_sums[kind, again] = self.downsets.sums(seconds)
+        return self._compute_sums[kind, again]
+
+    def compute_s(self, kind: int) -> Floats:
+        """[downset]: forward and backward of all its layers on a device of this class."""
+        return self._compute_s(kind, again=False)
+
+    @cached_property
+    def _update_sums(self) -> dict[tuple[int, bool], Floats]:
+        return {}
+
+    def _update_s(self, kind: int, stashed: bool) -> Floats:
+        if (kind, stashed) not in self._update_sums:
+            device = self.class_of.index(kind)
+            self._update_sums[kind, stashed] = self.downsets.sums(
+                lambda layer: self.costs.update_s([layer.id], device, stashed=stashed)
+            )
+        return self._update_sums[kind, stashed]
+
+    def update_s(self, kind: int, *, stashed: bool) -> Floats:
+        return self._update_s(kind, stashed)
+
+    def parameter_bytes(self, begin: Ints, end: Ints) -> Floats:
+        return self._per_parameter("num_bytes", begin, end)
+
+    def _state_bytes(self, begin: Ints, end: Ints) -> Floats:
+        return self._per_parameter("state_bytes", begin, end)
+
+    def _per_parameter(self, field: str, begin: Ints, end: Ints) -> Floats:
+        """A parameter that several layers of a stage share counts once."""
+        total = _difference(self._parameter_sums[field], begin, end)
+        for size, users in self._shared_parameters[field]:
+            total = total + size * (users[end][None, :] > users[begin][:, None])
+        return total
+
+    @cached_property
+    def _parameter_sums(self) -> dict[str, Floats]:
+        """Of the parameters that one layer alone has."""
+        graph = self.costs.profile.graph
+        alone = {name for name, users in self._parameter_users if len(users) == 1}
+
+        def sums(field: str) -> Floats:
+            return self.downsets.sums(
+                lambda layer: float(sum(getattr(p, field) for p in graph.parameters_of([layer.id]) if p.name in alone))
+            )
+
+        return {field: sums(field) for field in ("num_bytes", "state_bytes")}
+
+    @cached_property
+    def _shared_parameters(self) -> dict[str, list[tuple[float, Floats]]]:
+        """Of the others: their size, and how many of their users each downset holds."""
+        by_name = self.costs.profile.graph.parameter_by_name
+        found: dict[str, list[tuple[float, Floats]]] = {"num_bytes": [], "state_bytes": []}
+        for name, users in self._parameter_users:
+            if len(users) > 1:
+                held = self.downsets.sums(lambda layer, users=users: float(layer.id in users))  # type: ignore[misc]
+                for field, entries in found.items():
+                    entries.append((float(getattr(by_name[name], field)), held))
+        return found
+
+    @cached_property
+    def _saved_sums(self) -> Floats:
+        return self.downsets.sums(lambda layer: float(layer.saved_bytes))
+
+    @cached_property
+    def _received_bytes(self) -> Floats:
+        """[begin, end]: bytes of the values made before a stage and read in it."""
+        return self.downsets.received_bytes()
+
+    @cached_property
+    def _sent_bytes(self) -> Floats:
+        """[begin, end]: bytes of the values made in a stage and read behind it."""
+        return self.downsets.sent_bytes()
+
+
+@dataclass(frozen=True)
+class _Timed:
+    block: Block
+    shares: Any
+    """[class of the team, begin, end]"""
+
+
+def _masked(timed: _Timed | Block, allowed: Bools, otherwise: Block | None = None) -> Block:
+    block = timed.block if isinstance(timed, _Timed) else timed
+    if otherwise is None:
+        return Block(np.where(allowed, block.period_s, np.inf), block.trip_s, block.busiest)
+    return Block(
+        np.where(allowed, block.period_s, otherwise.period_s),
+        np.where(allowed, block.trip_s, otherwise.trip_s),
+        np.where(allowed, block.busiest, otherwise.busiest),
+    )
+
+
+def _difference(sums: Floats, begin: Ints, end: Ints) -> Floats:
+    result: Floats = sums[end][None, :] - sums[begin][:, None]
+    return result
