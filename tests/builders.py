@@ -15,7 +15,8 @@ from penstock.profile import LayerSeconds, Profile
 from penstock.schedule import FAMILIES, Pipeline, default_depth, family
 
 SCHEDULES = tuple(FAMILIES)
-SYNCHRONOUS = tuple(name for name in FAMILIES if not family(name).asynchronous)
+TRAINING = tuple(name for name in FAMILIES if family(name).trains)
+SYNCHRONOUS = tuple(name for name in TRAINING if not family(name).asynchronous)
 
 law = settings(max_examples=50, deadline=None, derandomize=True)
 """For properties that are cheap to try."""
@@ -96,12 +97,18 @@ def plan_of(
     *,
     schedule: str = "1f1b",
     microbatches: int = 1,
+    shares: Sequence[Sequence[int]] = (),
 ) -> Plan:
     """A plan with these layers per stage, ``replicas`` of each on consecutive devices, and the usual depths."""
     replicas = replicas or [1] * len(layers)
-    pipeline = pipeline_of(replicas)
+    pipeline = pipeline_of(replicas, shares=shares)
     stages = tuple(
-        Stage(layers=tuple(each), devices=pipeline.workers[i], in_flight=default_depth(pipeline, i))
+        Stage(
+            layers=tuple(each),
+            devices=pipeline.workers[i],
+            in_flight=default_depth(pipeline, i),
+            shares=pipeline.shares[i],
+        )
         for i, each in enumerate(layers)
     )
     return Plan(
@@ -264,5 +271,6 @@ def plans(draw: st.DrawFn, *, schedules: Sequence[str] = SCHEDULES) -> Plan:
     replicas = [1] * count
     for _ in range(draw(st.integers(0, devices - count))):
         replicas[draw(st.integers(0, count - 1))] += 1
-    microbatches = 1 if family(schedule).asynchronous else draw(st.integers(1, profile.batch_size))
-    return plan_of(profile, cluster, layers, replicas, schedule=schedule, microbatches=microbatches)
+    microbatches = draw(st.integers(1, profile.batch_size)) if family(schedule).accumulates else 1
+    shares = draw(replica_shares(replicas))
+    return plan_of(profile, cluster, layers, replicas, schedule=schedule, microbatches=microbatches, shares=shares)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import SCHEDULES, SYNCHRONOUS, law, minibatch_sizes, pipeline_of, pipelines, replica_shares
+from builders import SCHEDULES, SYNCHRONOUS, TRAINING, law, minibatch_sizes, pipeline_of, pipelines, replica_shares
 from penstock.errors import ScheduleError
 from penstock.schedule import (
     Action,
@@ -32,10 +33,10 @@ actions = st.builds(Action, st.integers(0, 10**6), st.sampled_from(Kind), st.int
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Any replication, skips and remainders; tied stages too where the schedule allows them."""
-    name = draw(st.sampled_from(SCHEDULES))
-    return build_schedule(name, draw(pipelines(ties=name in SYNCHRONOUS)), draw(minibatch_sizes))
+def schedules(draw: st.DrawFn, names: Sequence[str] = TRAINING) -> Schedule:
+    """Any replication, shares, skips and remainders; tied stages too where the schedule allows them."""
+    name = draw(st.sampled_from(names))
+    return build_schedule(name, draw(pipelines(ties=not family(name).asynchronous)), draw(minibatch_sizes))
 
 
 def of_kind(program: tuple[Action, ...], *kinds: Kind) -> list[Action]:
@@ -60,7 +61,7 @@ def test_text_that_is_no_action_is_refused_with_an_example(text: str) -> None:
 
 
 @law
-@given(schedules())
+@given(schedules(SCHEDULES))
 def test_no_schedule_deadlocks_whatever_the_replication_the_skips_and_the_remainder(schedule: Schedule) -> None:
     check(schedule)
 
@@ -84,7 +85,17 @@ def test_every_stage_does_every_microbatch_once_forward_and_once_backward_on_the
 
 
 @law
-@given(schedules())
+@given(schedules(["inference"]))
+def test_inference_is_every_microbatch_forward_once_at_every_stage_and_nothing_else(schedule: Schedule) -> None:
+    pipeline = schedule.pipeline
+    for worker, program in enumerate(schedule.programs):
+        mine = pipeline.microbatches_of(worker, range(schedule.microbatches))
+        assert program == tuple(Action(pipeline.stage_of[worker], Kind.FORWARD, m) for m in mine)
+    assert not schedule.trains
+
+
+@law
+@given(schedules(SCHEDULES))
 def test_the_order_of_execution_respects_every_dependency_and_every_program(schedule: Schedule) -> None:
     done: set[Action] = set()
     ran: list[list[Action]] = [[] for _ in schedule.programs]
@@ -113,7 +124,7 @@ def test_a_worker_never_keeps_more_in_flight_than_its_depth(schedule: Schedule) 
 
 
 @law
-@given(pipelines(), minibatch_sizes, st.sampled_from(SCHEDULES), st.data())
+@given(pipelines(), minibatch_sizes, st.sampled_from(TRAINING), st.data())
 def test_depths_that_fall_along_the_pipeline_are_kept_and_never_deadlock(
     pipeline: Pipeline, minibatches: list[int], name: str, data: st.DataObject
 ) -> None:
@@ -220,7 +231,7 @@ def test_pipedream_refuses_tied_stages_and_says_what_to_use() -> None:
 
 
 def test_an_unknown_schedule_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ScheduleError, match="schedule 'zigzag' is unknown; choose one of gpipe, 1f1b, pipedream"):
+    with pytest.raises(ScheduleError, match="schedule 'zigzag' is unknown; choose one of gpipe, 1f1b, pipedream, inf"):
         build_schedule("zigzag", pipeline_of([1]), [1])
 
 
@@ -264,6 +275,13 @@ def test_a_meeting_that_a_replica_never_comes_to_is_found() -> None:
     ) as caught:
         check(absent)
     assert "worker 1: finished" in str(caught.value)
+
+
+def test_a_forward_left_out_of_inference_is_named_and_a_backward_is_not_missed() -> None:
+    schedule = build_schedule("inference", pipeline_of([1, 1]), [2])
+    check(schedule)
+    with pytest.raises(ScheduleError, match="worker 1 never runs 1F1; add it"):
+        check(with_program(schedule, 1, "1F0"))
 
 
 def test_replicas_that_meet_in_different_order_are_found_to_deadlock() -> None:
