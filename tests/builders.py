@@ -16,7 +16,8 @@ from penstock.profile import LayerSeconds, Profile
 from penstock.schedule import FAMILIES, Pipeline, default_depth, family
 
 SCHEDULES = tuple(FAMILIES)
-SYNCHRONOUS = tuple(name for name in FAMILIES if not family(name).asynchronous)
+TRAINING = tuple(name for name in FAMILIES if family(name).trains)
+SYNCHRONOUS = tuple(name for name in TRAINING if not family(name).asynchronous)
 
 _patient = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
 law = settings(max_examples=50, **_patient)
@@ -100,12 +101,18 @@ def plan_of(
     *,
     schedule: str = "1f1b",
     microbatches: int = 1,
+    shares: Sequence[Sequence[int]] = (),
 ) -> Plan:
     """A plan with these layers per stage, ``replicas`` of each on consecutive devices, and the usual depths."""
     replicas = replicas or [1] * len(layers)
-    pipeline = pipeline_of(replicas)
+    pipeline = pipeline_of(replicas, shares=shares)
     stages = tuple(
-        Stage(layers=tuple(each), devices=pipeline.workers[i], in_flight=default_depth(pipeline, i))
+        Stage(
+            layers=tuple(each),
+            devices=pipeline.workers[i],
+            in_flight=default_depth(pipeline, i),
+            shares=pipeline.shares[i],
+        )
         for i, each in enumerate(layers)
     )
     return Plan(
@@ -137,6 +144,7 @@ def pipeline_of(
     replicas: Sequence[int],
     reads: Sequence[Sequence[int]] | None = None,
     ties: Sequence[Sequence[int]] = (),
+    shares: Sequence[Sequence[int]] = (),
 ) -> Pipeline:
     """Stages of so many replicas, workers numbered stage by stage; each reads from the one before unless told."""
     workers, first = [], 0
@@ -145,7 +153,20 @@ def pipeline_of(
         first += count
     if reads is None:
         reads = [(stage - 1,) if stage else () for stage in range(len(replicas))]
-    return Pipeline(workers=tuple(workers), reads=tuple(map(tuple, reads)), ties=tuple(map(tuple, ties)))
+    return Pipeline(
+        workers=tuple(workers),
+        reads=tuple(map(tuple, reads)),
+        ties=tuple(map(tuple, ties)),
+        shares=tuple(map(tuple, shares)),
+    )
+
+
+@st.composite
+def replica_shares(draw: st.DrawFn, replicas: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of each stage, the shares of its replicas: mostly one each."""
+    uneven = draw(st.sampled_from([False, False, True]))
+    share = st.sampled_from([1, 1, 1, 2, 3]) if uneven else st.just(1)
+    return [tuple(draw(share) for _ in range(count)) for count in replicas]
 
 
 replications = st.lists(st.integers(1, 4), min_size=1, max_size=4)
@@ -155,7 +176,7 @@ minibatch_sizes = st.lists(st.integers(1, 13), min_size=1, max_size=3)
 
 @st.composite
 def pipelines(draw: st.DrawFn, *, skips: bool = True, ties: bool = False) -> Pipeline:
-    """Any replication; with ``skips`` a stage may read several earlier stages, with ``ties`` stages share weights."""
+    """Any replication and shares; ``skips``: a stage may read several earlier ones; ``ties``: stages share weights."""
     replicas = draw(replications)
     stages = len(replicas)
     reads: list[tuple[int, ...]] = [()]
@@ -166,7 +187,7 @@ def pipelines(draw: st.DrawFn, *, skips: bool = True, ties: bool = False) -> Pip
     if ties and stages > 1:
         groups = st.sets(st.integers(0, stages - 1), min_size=2, max_size=stages)
         tied = [tuple(sorted(group)) for group in draw(st.lists(groups, max_size=2))]
-    return pipeline_of(replicas, reads, tied)
+    return pipeline_of(replicas, reads, tied, draw(replica_shares(replicas)))
 
 
 @st.composite
@@ -292,5 +313,6 @@ def plans(draw: st.DrawFn, *, schedules: Sequence[str] = SCHEDULES) -> Plan:
     replicas = [1] * count
     for _ in range(draw(st.integers(0, devices - count))):
         replicas[draw(st.integers(0, count - 1))] += 1
-    microbatches = 1 if family(schedule).asynchronous else draw(st.integers(1, profile.batch_size))
-    return plan_of(profile, cluster, layers, replicas, schedule=schedule, microbatches=microbatches)
+    microbatches = draw(st.integers(1, profile.batch_size)) if family(schedule).accumulates else 1
+    shares = draw(replica_shares(replicas))
+    return plan_of(profile, cluster, layers, replicas, schedule=schedule, microbatches=microbatches, shares=shares)

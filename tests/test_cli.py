@@ -233,6 +233,15 @@ WRONG = {
     "an unknown cost model": (["plan", "profile.json", "--cluster", "local:2", "--cost", "x"], "--cost x"),
     "no such benchmark": (["bench", "x"], "benchmark 'x' is unknown"),
     "a plan for another model": (["verify", "job.py", "plan.json"], "the plan is for minibatches of 8 samples"),
+    "training on a plan for inference": (
+        ["train", "job.py", "inference.json"],
+        "schedule inference has no backwards: nothing would be trained, no gradients made; "
+        "plan with --schedule gpipe or 1f1b or pipedream",
+    ),
+    "gradients of a plan for inference": (
+        ["verify", "job.py", "inference.json"],
+        "schedule inference has no backwards",
+    ),
     "no such checkpoint": (["train", "job.py", "job-plan.json", "--resume", "nowhere"], "no such checkpoint directory"),
     "more workers than devices": (["simulate", "crowded.json"], "3 workers but local:2 has 2 devices"),
 }
@@ -252,9 +261,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     codec.save(plan, directory / "plan.json")
     text = codec.dumps(plan)
     (directory / "job-plan.json").write_text(text.replace('"batch_size":8', '"batch_size":4'))
+    (directory / "inference.json").write_text(text.replace('"schedule":"pipedream"', '"schedule":"inference"'))
     crowded = json.loads(text)
-    crowded["stages"][0]["devices"] = [0, 1, 2]
-    crowded["stages"] = [crowded["stages"][0] | {"layers": list(range(6)), "shares": [1, 1, 1]}]
+    crowded["stages"][0] |= {"devices": [0, 1, 2], "shares": [1, 1, 1]}
+    crowded["stages"] = [crowded["stages"][0] | {"layers": list(range(6))}]
     (directory / "crowded.json").write_text(json.dumps(crowded))
     return directory
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -429,6 +430,12 @@ def test_a_plans_partition_counts_its_layers() -> None:
     partition = partition_of(plan_of_three_stages())
     assert partition == Partition(partition=(2, 3, 1), recompute_ratio=(0.0,) * 3, batch_size=(8, 8, 8))
     assert parse_partition(partition_text(partition), "p.json") == partition
+
+
+def test_a_stage_that_recomputes_does_so_wholly_in_its_partition() -> None:
+    plan = plan_of_three_stages()
+    recomputing = replace(plan, stages=(replace(plan.stages[0], recompute=True), *plan.stages[1:]))
+    assert partition_of(recomputing).recompute_ratio == (1.0, 0.0, 0.0)
 
 
 def test_a_plan_that_is_no_chain_of_layers_has_no_partition() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import SCHEDULES, SYNCHRONOUS, chain_profile, clusters, flat_cluster, law, profiles, slow_law
+from builders import SYNCHRONOUS, TRAINING, chain_profile, clusters, flat_cluster, law, profiles, slow_law
 from penstock import codec
 from penstock.cluster import Cluster, Device, Level
 from penstock.cost import PlanCosts
@@ -25,7 +25,7 @@ from penstock.simulate import simulate
 SOURCE = Path(__file__).parents[1] / "src"
 KiB = 1024
 
-schedules = st.sampled_from(SCHEDULES)
+schedules = st.sampled_from(TRAINING)
 
 
 @law
@@ -107,7 +107,7 @@ def test_a_heavy_model_on_slow_links_becomes_a_balanced_pipeline() -> None:
     assert plan.prediction.gap == pytest.approx(0.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TRAINING)
 def test_a_light_model_on_fast_links_becomes_data_parallel(schedule: str) -> None:
     profile = chain_profile([1.0, 1.0, 1.0], batch_size=48, value_bytes=10**9, parameter_bytes=1)
     plan = make_plan(profile, flat_cluster(4), schedule=schedule)
@@ -128,7 +128,7 @@ def test_every_stage_of_a_plan_fits_its_devices_or_there_is_no_plan(
     assert max(map(PlanCosts(plan).memory_bytes, range(len(plan.devices)))) <= memory_bytes
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TRAINING)
 def test_a_model_that_fits_nowhere_is_refused_with_what_it_needs_and_what_there_is(schedule: str) -> None:
     profile = chain_profile([1.0, 1.0], parameter_bytes=10**9)
     words = r"no plan for toy fits flat.*needs 2 GB for stage 0.*has 5 MB, 2 GB too little.*4e\+02 times the memory"
