@@ -11,7 +11,8 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -78,13 +79,27 @@ class Cluster:
                 f"the levels join {sizes} = {reach} devices but there are {len(self.devices)}; make the two agree"
             )
 
+    @cached_property
+    def links(self) -> tuple[Level, ...]:
+        """Of each level, what joins two of its groups: no better than what joins devices inside a group, which the
+        bytes pass too. A level of one group joins nothing, and is like the one inside it."""
+        links: list[Level] = []
+        for level in self.levels:
+            inner = next((link for link in reversed(links) if link.size > 1), None)
+            if inner is None or level.size == 1:
+                links.append(level if inner is None else replace(inner, size=1))
+                continue
+            rate, latency_s = min(level.bytes_per_s, inner.bytes_per_s), max(level.latency_s, inner.latency_s)
+            links.append(replace(level, bytes_per_s=rate, latency_s=latency_s))
+        return tuple(links)
+
     def link(self, first: int, second: int) -> Level:
         """The level over which two devices talk."""
         reach = 1
-        for level in self.levels:
+        for level, link in zip(self.levels, self.links, strict=True):
             reach *= level.size
             if first // reach == second // reach:
-                return level
+                return link
         raise ClusterError(f"devices {first} and {second} are not both in {self.name}, which has {len(self.devices)}")
 
     def slowest_link(self, devices: Sequence[int]) -> Level:

@@ -212,8 +212,8 @@ class _Tree:
             for device in group:
                 if device in eligible:
                     by_class.setdefault(self.class_of[device], []).append(device)
-            takes = [range(len(members) + 1) for members in by_class.values()]
-            members = list(by_class.values())
+            members = [by_class[kind] for kind in sorted(by_class)]  # so that groups alike count alike
+            takes = [range(len(kind) + 1) for kind in members]
             choices.append(
                 [
                     tuple(device for kind, take in zip(members, taken, strict=True) for device in kind[:take])

@@ -236,7 +236,7 @@ class TableSearch:
     @cached_property
     def _cuts(self) -> list[Floats]:
         """[level][downset]: seconds on a link of that level for all that crosses the cut."""
-        return [message(self.stage_costs.crossing_bytes).seconds(level) for level in self.placements.cluster.levels]
+        return [message(self.stage_costs.crossing_bytes).seconds(level) for level in self.placements.cluster.links]
 
     @cached_property
     def _rest(self) -> dict[frozenset[int], Floats]:

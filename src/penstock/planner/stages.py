@@ -147,7 +147,7 @@ class StageCosts:
         sync_s: Any = 0.0
         if team.size > 1:
             weights = self.parameter_bytes(begin, end)
-            sync_s = ring_allreduce(weights, team.size).seconds(self.costs.cluster.levels[team.span])
+            sync_s = ring_allreduce(weights, team.size).seconds(self.costs.cluster.links[team.span])
         microbatches = None if self.family.asynchronous else self.microbatches
         period_s = pace(round_s, update_s, sync_s, round_size=sizes, microbatches=microbatches)
         return _Timed(Block(period_s, seconds.max(axis=0), busiest), shares)

@@ -130,7 +130,7 @@ class ThresholdSearch:
 
         Averaging takes 2 (r-1) (latency + bytes / r / bandwidth), so this is where a quadratic in r turns.
         """
-        link = self.stage_costs.costs.cluster.levels[level]
+        link = self.stage_costs.costs.cluster.links[level]
         compute_s, update_s, weights = self._stage_compute, self._stage_update, self._weights
         wire_s, latency_s = 2 * weights / link.bytes_per_s, 2 * link.latency_s * (weights > 0)
         if self.stage_costs.family.asynchronous:
@@ -215,7 +215,7 @@ class ThresholdSearch:
 
     @cached_property
     def _cut_s(self) -> list[Floats]:
-        levels = self.stage_costs.costs.cluster.levels
+        levels = self.stage_costs.costs.cluster.links
         return [message(self.stage_costs.crossing_bytes).seconds(level) for level in levels]
 
     @cached_property
