@@ -1,4 +1,5 @@
-"""Benchmarks: rows of {case, metric, value, baseline, ratio, target, met}."""
+"""Benchmarks: measurements as rows of {case, metric, value, baseline, ratio, target, met}, and comparisons with what
+others published as rows of their own form."""
 
 from penstock.bench.registry import run_benchmark
 

@@ -1,21 +1,20 @@
 """How long planning takes, beside what PipeDream's own optimizer needs on its own profiles.
 
-Those profiles are not part of Penstock: ``PENSTOCK_REFERENCE`` names a directory with ``pipedream/profiles`` and
-``pipedream/optimizer_results.json``. Without it the rows that need it are left out.
+Where those profiles are not at hand (see bench/reference.py), the rows that need them are left out.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.bench.rows import Row, at_least
+from penstock.bench.reference import VARIABLE, pipedream_reference
+from penstock.bench.rows import Findings, Row, at_least, at_most
 from penstock.cluster import Cluster, Device, Level, parse_cluster
 from penstock.formats import read_profile
 from penstock.graph import Layer, LayerGraph, Parameter, Value
@@ -29,15 +28,15 @@ LONG_S = 10.0
 """Where PipeDream's optimizer takes longer than this, ours should be a hundred times faster."""
 
 
-def run() -> list[Row]:
+def run() -> Findings:
     rows = [_chain(layers, devices) for layers, devices in ((100, 8), (100, 16), (400, 16))]
-    reference = Path(os.environ.get("PENSTOCK_REFERENCE", "")) / "pipedream"
-    if (reference / "optimizer_results.json").is_file():
+    reference = pipedream_reference()
+    if reference is not None:
         rows += _beside_pipedream(reference)
         rows += _raw_inception(reference)
     else:
-        sys.stderr.write("PENSTOCK_REFERENCE names no directory with PipeDream's profiles; their rows are left out\n")
-    return rows
+        sys.stderr.write(f"{VARIABLE} names no directory with pipedream/profiles; their rows are left out\n")
+    return Findings(rows)
 
 
 def _beside_pipedream(reference: Path) -> list[Row]:
@@ -58,15 +57,15 @@ def _raw_inception(reference: Path) -> list[Row]:
     plan, cpu_s = _timed(lambda: make_plan(profile, parse_cluster("16@12GB/s")))
     gap = plan.prediction.gap
     return [
-        _at_most("inception_v3, 16 devices", "CPU seconds", cpu_s, 5.0),
-        _at_most("inception_v3, 16 devices", "gap to the lower bound", gap, 0.05),
+        at_most("inception_v3, 16 devices", "CPU seconds", cpu_s, 5.0),
+        at_most("inception_v3, 16 devices", "gap to the lower bound", gap, 0.05),
     ]
 
 
 def _chain(layers: int, devices: int) -> Row:
     plan, cpu_s = _timed(lambda: make_plan(_chain_profile(layers), parse_cluster(f"{devices}@12GB/s")))
     case = f"chain of {layers} layers, {devices} devices, gap {plan.prediction.gap:.1%}"
-    return Row(case=case, metric="CPU seconds", value=cpu_s, baseline=None, ratio=None, target=None, met=None)
+    return at_most(case, "CPU seconds", cpu_s)
 
 
 def _chain_profile(layers: int) -> Profile:
@@ -81,10 +80,6 @@ def _chain_profile(layers: int) -> Profile:
     return Profile(
         model="chain", front_end="made", batch_size=32, microbatch_size=32, graph=graph, seconds={"any": rows}
     )
-
-
-def _at_most(case: str, metric: str, value: float, target: float) -> Row:
-    return Row(case=case, metric=metric, value=value, baseline=None, ratio=None, target=target, met=value <= target)
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

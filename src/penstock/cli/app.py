@@ -317,14 +317,14 @@ def report(
 
 @app.command(epilog="Examples: penstock bench profile; penstock bench runtime --json")
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="planner, profile or runtime")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="planner, profile, runtime or table1 (PipeDream's)")],
     as_json: Json = False,
 ) -> None:
-    """Measure Penstock on this machine, beside its peers."""
+    """Measure Penstock on this machine, beside its peers; or set its plans beside published ones."""
     from penstock.bench import run_benchmark
 
-    rows = run_benchmark(name)
-    _answer(rows, as_json, lambda: shown.bench_table(name, rows))
+    found = run_benchmark(name)
+    _answer(found.rows, as_json, lambda: shown.bench_table(name, found.rows))
 
 
 @app.command(epilog="Example: penstock demo --run-dir /tmp/demo")
