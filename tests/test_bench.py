@@ -7,12 +7,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
 from builders import chain_profile
-from penstock.bench import run_benchmark
+from penstock.bench import growth, run_benchmark
 from penstock.bench.published import CLUSTERS, PROFILES, TABLE_1, Measured, Published
 from penstock.bench.rows import Row, at_least, at_most
 from penstock.bench.table1 import as_run, compare, compare_with
@@ -65,6 +66,38 @@ def reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (directory / "graph.txt").write_text(graph_text(heavy_end()))
     monkeypatch.setenv("PENSTOCK_REFERENCE", str(tmp_path))
     return tmp_path / "pipedream" / "profiles"
+
+
+def test_planning_is_measured_in_a_process_of_its_own() -> None:
+    held = b"x" * 3 * 10**8  # what this process holds is not counted there
+    point = growth.in_a_process(20, 16)
+    assert (point.layers, point.devices) == (20, 16)
+    assert point.cpu_s > 0
+    assert 0 <= point.gap < 0.1
+    assert 10**6 < point.peak_bytes < len(held)
+
+
+def test_a_thousand_layers_on_a_thousand_devices_take_seconds() -> None:
+    rows = growth.growth_rows([growth.in_a_process(*growth.LARGE)])
+    assert [(row.metric, row.target, row.met) for row in rows] == [
+        ("CPU seconds", 10.0, True),
+        ("peak bytes", 2e9, True),
+        ("gap to the lower bound", None, None),
+    ]
+
+
+def test_bench_planner_draws_its_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_REFERENCE", raising=False)
+    monkeypatch.setattr(growth, "LAYERS", (5, 10))
+    monkeypatch.setattr(growth, "DEVICES", (8, 16))
+    drawing = tmp_path / "growth.svg"
+    result = CliRunner().invoke(app, ["bench", "planner", "--svg", str(drawing), "--json"])
+    rows = json.loads(result.stdout)
+    assert len(rows) == 4
+    assert set(rows[0]) == {"case", "metric", "value", "baseline", "ratio", "target", "met"}
+    assert "PENSTOCK_REFERENCE names no directory" in result.stderr
+    names = [text.text for text in ElementTree.fromstring(drawing.read_bytes()).iter() if text.get("class") == "name"]
+    assert names == ["5 layers", "10 layers", "8 devices", "16 devices"]
 
 
 @pytest.mark.parametrize("directory", [None, "nowhere"])

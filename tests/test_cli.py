@@ -35,7 +35,7 @@ OPTIONS = {
     "train": ["JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--checkpoint-every", "--timeout", "--json"],
     "verify": ["JOB", "PLAN", "--timeout", "--json"],
     "report": ["RUN", "--json"],
-    "bench": ["NAME", "--json"],
+    "bench": ["NAME", "--svg", "--json"],
     "demo": ["--run-dir"],
     "cluster measure": ["--workers", "--output", "--timeout", "--json"],
 }
@@ -228,6 +228,7 @@ WRONG = {
     "no such run": (["report", "nowhere"], "no such run directory"),
     "an unknown cost model": (["plan", "profile.json", "--cluster", "local:2", "--cost", "x"], "--cost x"),
     "no such benchmark": (["bench", "x"], "benchmark 'x' is unknown"),
+    "a benchmark without a drawing": (["bench", "runtime", "--svg", "x.svg"], "bench runtime has no drawing"),
     "a plan for another model": (["verify", "job.py", "plan.json"], "the plan is for minibatches of 8 samples"),
     "no such checkpoint": (["train", "job.py", "job-plan.json", "--resume", "nowhere"], "no such checkpoint directory"),
     "more workers than devices": (["simulate", "crowded.json"], "3 workers but local:2 has 2 devices"),

@@ -6,6 +6,8 @@ from penstock.bench.rows import Findings
 from penstock.errors import JobError
 
 NAMES = ("planner", "profile", "runtime", "table1")
+DRAWN = ("planner",)
+"""Those whose findings have a drawing."""
 
 
 def run_benchmark(name: str) -> Findings:

@@ -34,6 +34,8 @@ class Findings:
     """What a benchmark found: rows all of one kind."""
 
     rows: Sequence[BenchRow]
+    svg: str | None = None
+    """the same drawn, where there is something to draw"""
 
 
 @dataclass(frozen=True, kw_only=True)
