@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from penstock.cluster import Cluster, Device, Level
@@ -16,12 +16,16 @@ from penstock.profile import LayerSeconds, Profile
 from penstock.schedule import FAMILIES, Pipeline, default_depth, family
 
 SCHEDULES = tuple(FAMILIES)
-SYNCHRONOUS = tuple(name for name in FAMILIES if not family(name).asynchronous)
+TRAINING = tuple(name for name in FAMILIES if family(name).trains)
+SYNCHRONOUS = tuple(name for name in TRAINING if not family(name).asynchronous)
 
-law = settings(max_examples=50, deadline=None, derandomize=True)
+_patient = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
+law = settings(max_examples=50, **_patient)
 """For properties that are cheap to try."""
-slow_law = settings(max_examples=25, deadline=None, derandomize=True)
+slow_law = settings(max_examples=25, **_patient)
 """For properties that plan or simulate."""
+many_cases = settings(max_examples=400, **_patient)
+"""For a search against all there is."""
 
 
 def chain_graph(
@@ -97,12 +101,18 @@ def plan_of(
     *,
     schedule: str = "1f1b",
     microbatches: int = 1,
+    shares: Sequence[Sequence[int]] = (),
 ) -> Plan:
     """A plan with these layers per stage, ``replicas`` of each on consecutive devices, and the usual depths."""
     replicas = replicas or [1] * len(layers)
-    pipeline = pipeline_of(replicas)
+    pipeline = pipeline_of(replicas, shares=shares)
     stages = tuple(
-        Stage(layers=tuple(each), devices=pipeline.workers[i], in_flight=default_depth(pipeline, i))
+        Stage(
+            layers=tuple(each),
+            devices=pipeline.workers[i],
+            in_flight=default_depth(pipeline, i),
+            shares=pipeline.shares[i],
+        )
         for i, each in enumerate(layers)
     )
     return Plan(
@@ -134,6 +144,7 @@ def pipeline_of(
     replicas: Sequence[int],
     reads: Sequence[Sequence[int]] | None = None,
     ties: Sequence[Sequence[int]] = (),
+    shares: Sequence[Sequence[int]] = (),
 ) -> Pipeline:
     """Stages of so many replicas, workers numbered stage by stage; each reads from the one before unless told."""
     workers, first = [], 0
@@ -142,7 +153,20 @@ def pipeline_of(
         first += count
     if reads is None:
         reads = [(stage - 1,) if stage else () for stage in range(len(replicas))]
-    return Pipeline(workers=tuple(workers), reads=tuple(map(tuple, reads)), ties=tuple(map(tuple, ties)))
+    return Pipeline(
+        workers=tuple(workers),
+        reads=tuple(map(tuple, reads)),
+        ties=tuple(map(tuple, ties)),
+        shares=tuple(map(tuple, shares)),
+    )
+
+
+@st.composite
+def replica_shares(draw: st.DrawFn, replicas: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of each stage, the shares of its replicas: mostly one each."""
+    uneven = draw(st.sampled_from([False, False, True]))
+    share = st.sampled_from([1, 1, 1, 2, 3]) if uneven else st.just(1)
+    return [tuple(draw(share) for _ in range(count)) for count in replicas]
 
 
 replications = st.lists(st.integers(1, 4), min_size=1, max_size=4)
@@ -152,7 +176,7 @@ minibatch_sizes = st.lists(st.integers(1, 13), min_size=1, max_size=3)
 
 @st.composite
 def pipelines(draw: st.DrawFn, *, skips: bool = True, ties: bool = False) -> Pipeline:
-    """Any replication; with ``skips`` a stage may read several earlier stages, with ``ties`` stages share weights."""
+    """Any replication and shares; ``skips``: a stage may read several earlier ones; ``ties``: stages share weights."""
     replicas = draw(replications)
     stages = len(replicas)
     reads: list[tuple[int, ...]] = [()]
@@ -163,11 +187,11 @@ def pipelines(draw: st.DrawFn, *, skips: bool = True, ties: bool = False) -> Pip
     if ties and stages > 1:
         groups = st.sets(st.integers(0, stages - 1), min_size=2, max_size=stages)
         tied = [tuple(sorted(group)) for group in draw(st.lists(groups, max_size=2))]
-    return pipeline_of(replicas, reads, tied)
+    return pipeline_of(replicas, reads, tied, draw(replica_shares(replicas)))
 
 
 @st.composite
-def graphs(draw: st.DrawFn, *, max_layers: int = 6) -> LayerGraph:
+def graphs(draw: st.DrawFn, *, max_layers: int = 6, ties: bool = True) -> LayerGraph:
     """A DAG with ids in any order, values with several readers, several inputs, tied and missing parameters.
 
     Everything leads to the last layer, as it does to the loss of a model.
@@ -180,10 +204,18 @@ def graphs(draw: st.DrawFn, *, max_layers: int = 6) -> LayerGraph:
         Parameter(name=f"w{i}", num_bytes=draw(sizes), state_bytes=draw(sizes)) for i in range(draw(st.integers(0, n)))
     )
     some_names = st.sets(st.sampled_from([p.name for p in parameters]), max_size=2) if parameters else st.just(set())
+
+    def names_of(layer: int) -> st.SearchStrategy[set[str]]:
+        return some_names if ties else st.just({f"w{layer}"} if layer < len(parameters) else set())
+
     return LayerGraph(
         layers=tuple(
             Layer(
-                id=ids[i], name=f"l{i}", kind="Any", parameters=tuple(sorted(draw(some_names))), saved_bytes=draw(sizes)
+                id=ids[i],
+                name=f"l{i}",
+                kind="Any",
+                parameters=tuple(sorted(draw(names_of(i)))),
+                saved_bytes=draw(sizes),
             )
             for i in range(n)
         ),
@@ -225,8 +257,8 @@ _costs = st.builds(
 
 
 @st.composite
-def profiles(draw: st.DrawFn, *, max_layers: int = 6, kinds: Sequence[str] = ("cpu",)) -> Profile:
-    graph = draw(graphs(max_layers=max_layers))
+def profiles(draw: st.DrawFn, *, max_layers: int = 6, kinds: Sequence[str] = ("cpu",), ties: bool = True) -> Profile:
+    graph = draw(graphs(max_layers=max_layers, ties=ties))
     rows = st.lists(_costs, min_size=len(graph.layers), max_size=len(graph.layers)).map(tuple)
     return Profile(
         model="random",
@@ -239,16 +271,29 @@ def profiles(draw: st.DrawFn, *, max_layers: int = 6, kinds: Sequence[str] = ("c
 
 
 @st.composite
-def clusters(draw: st.DrawFn, *, max_devices: int = 6, even: bool = False) -> Cluster:
-    """One or two levels, devices alike or not."""
+def clusters(
+    draw: st.DrawFn,
+    *,
+    max_devices: int = 6,
+    even: bool = False,
+    kinds: Sequence[str] = ("any",),
+    memory_bytes: st.SearchStrategy[int | None] | None = None,
+) -> Cluster:
+    """One or two levels, devices alike or of up to three different makes."""
     inner = draw(st.integers(1, max_devices))
     outer = draw(st.integers(1, max(1, max_devices // inner)))
     rates = st.floats(1e5, 1e11)
     levels = tuple(
         Level(size=size, bytes_per_s=draw(rates), latency_s=draw(st.floats(0, 1e-3))) for size in (inner, outer)
     )
-    speeds = st.just(1.0) if even else st.floats(0.25, 4.0)
-    devices = tuple(Device(speed=draw(speeds)) for _ in range(inner * outer))
+    make = st.builds(
+        Device,
+        kind=st.sampled_from(kinds),
+        speed=st.just(1.0) if even else st.floats(0.25, 4.0),
+        memory_bytes=st.none() if memory_bytes is None else memory_bytes,
+    )
+    makes = draw(st.lists(make, min_size=1, max_size=1 if even else 3))
+    devices = tuple(draw(st.sampled_from(makes)) for _ in range(inner * outer))
     return Cluster(name="random", devices=devices, levels=levels)
 
 
@@ -268,5 +313,6 @@ def plans(draw: st.DrawFn, *, schedules: Sequence[str] = SCHEDULES) -> Plan:
     replicas = [1] * count
     for _ in range(draw(st.integers(0, devices - count))):
         replicas[draw(st.integers(0, count - 1))] += 1
-    microbatches = 1 if family(schedule).asynchronous else draw(st.integers(1, profile.batch_size))
-    return plan_of(profile, cluster, layers, replicas, schedule=schedule, microbatches=microbatches)
+    microbatches = draw(st.integers(1, profile.batch_size)) if family(schedule).accumulates else 1
+    shares = draw(replica_shares(replicas))
+    return plan_of(profile, cluster, layers, replicas, schedule=schedule, microbatches=microbatches, shares=shares)

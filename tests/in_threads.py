@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,18 +42,25 @@ def profile(job: Job) -> Profile:
 
 def even_plan(profile: Profile, replicas: Sequence[int], schedule: str, microbatches: int = 1) -> Plan:
     """Layers shared out evenly over stages with these numbers of replicas."""
-    order, count = profile.graph.order, len(replicas)
+    return uneven_plan(profile, [(1,) * copies for copies in replicas], schedule, microbatches)
+
+
+def uneven_plan(profile: Profile, shares: Sequence[Sequence[int]], schedule: str, microbatches: int = 1) -> Plan:
+    """Layers shared out evenly over stages whose replicas take these shares of the microbatches."""
+    order, count = profile.graph.order, len(shares)
+    sizes = [sum(each) for each in shares]
     cuts = [round(i * len(order) / count) for i in range(count + 1)]
     stages, device = [], 0
-    for index, copies in enumerate(replicas):
+    for index, each in enumerate(shares):
         stages.append(
             Stage(
                 layers=order[cuts[index] : cuts[index + 1]],
-                devices=tuple(range(device, device + copies)),
-                in_flight=-(-sum(replicas[index:]) // copies),
+                devices=tuple(range(device, device + len(each))),
+                in_flight=-(-sum(sizes[index:]) // sizes[index]),
+                shares=tuple(each),
             )
         )
-        device += copies
+        device += len(each)
     return Plan(
         profile=profile,
         cluster=local_cluster(device),
@@ -62,6 +69,12 @@ def even_plan(profile: Profile, replicas: Sequence[int], schedule: str, microbat
         microbatches=microbatches,
         prediction=Prediction(seconds_per_minibatch=1.0, lower_bound_s=1.0, data_parallel_s=None, one_device_s=None),
     )
+
+
+def recomputing(plan: Plan, stages: Collection[int] | None = None) -> Plan:
+    """The plan with these stages recomputing, by default all."""
+    chosen = range(len(plan.stages)) if stages is None else stages
+    return replace(plan, stages=tuple(replace(s, recompute=i in chosen) for i, s in enumerate(plan.stages)))
 
 
 def with_batch_size(profile: Profile, batch_size: int) -> Profile:

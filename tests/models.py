@@ -96,6 +96,39 @@ def convolutional() -> nn.Sequential:
     )
 
 
+def noisy() -> nn.Sequential:
+    """What a second forward must not do twice: statistics of batch norm, random numbers, writing into its input."""
+    return nn.Sequential(
+        nn.ReLU(inplace=True),
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.5),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.Dropout2d(0.25, inplace=True),
+        nn.Flatten(),
+        nn.Linear(64, 16),
+        nn.Dropout(0.5),
+        nn.Linear(16, 4),
+    )
+
+
+class Transformer(nn.Module):
+    """Two encoder layers as torch has them, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True) for _ in range(2))
+        )
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+
 def undecided() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), Undecided(), nn.Tanh(), nn.Linear(6, 4))
 
@@ -119,9 +152,21 @@ def _conv(samples: int) -> tuple[nn.Module, Any, Any]:
     return convolutional(), list(zip(torch.randn(samples, 1, 4, 4), _labels(samples), strict=True)), F.cross_entropy
 
 
+def _noisy(samples: int) -> tuple[nn.Module, Any, Any]:
+    return noisy(), list(zip(torch.randn(samples, 1, 4, 4), _labels(samples), strict=True)), F.cross_entropy
+
+
 def _tied(samples: int) -> tuple[nn.Module, Any, Any]:
+    return _of_tokens(Tied(), samples)
+
+
+def _transformer(samples: int) -> tuple[nn.Module, Any, Any]:
+    return _of_tokens(Transformer(), samples)
+
+
+def _of_tokens(model: nn.Module, samples: int) -> tuple[nn.Module, Any, Any]:
     tokens = torch.randint(0, 20, (samples, 5))
-    return Tied(), list(zip(tokens, tokens, strict=True)), lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten())
+    return model, list(zip(tokens, tokens, strict=True)), lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten())
 
 
 def _branches(samples: int) -> tuple[nn.Module, Any, Any]:
@@ -147,4 +192,6 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Any, Any]]] = {
     "branches": _branches,
     "undecided": _undecided,
     "recurrent": _recurrent,
+    "noisy": _noisy,
+    "transformer": _transformer,
 }

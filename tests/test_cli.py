@@ -27,7 +27,11 @@ from penstock.report.drawing import svg_file
 
 OPTIONS = {
     "profile": ["JOB", "--output", "--microbatch-size", "--threads", "--json"],
-    "plan": ["PROFILE", "--cluster", "--schedule", "--microbatches", "--straight", "--cost", "--output", "--json"],
+    "plan": [
+        *("PROFILE", "--cluster", "--schedule", "--microbatches", "--samples-per-s"),
+        *("--straight", "--replicas", "--most-stages", "--pin", "--no-cut", "--recompute"),
+        *("--cost", "--output", "--json"),
+    ],
     "import": ["FILE", "--output", "--json"],
     "export": ["PLAN", "--format", "--output"],
     "show": ["FILE", "--svg", "--json"],
@@ -230,6 +234,15 @@ WRONG = {
     "no such benchmark": (["bench", "x"], "benchmark 'x' is unknown"),
     "a benchmark without a drawing": (["bench", "runtime", "--svg", "x.svg"], "bench runtime has no drawing"),
     "a plan for another model": (["verify", "job.py", "plan.json"], "the plan is for minibatches of 8 samples"),
+    "training on a plan for inference": (
+        ["train", "job.py", "inference.json"],
+        "schedule inference has no backwards: nothing would be trained, no gradients made; "
+        "plan with --schedule gpipe or 1f1b or pipedream",
+    ),
+    "gradients of a plan for inference": (
+        ["verify", "job.py", "inference.json"],
+        "schedule inference has no backwards",
+    ),
     "no such checkpoint": (["train", "job.py", "job-plan.json", "--resume", "nowhere"], "no such checkpoint directory"),
     "more workers than devices": (["simulate", "crowded.json"], "3 workers but local:2 has 2 devices"),
 }
@@ -249,8 +262,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     codec.save(plan, directory / "plan.json")
     text = codec.dumps(plan)
     (directory / "job-plan.json").write_text(text.replace('"batch_size":8', '"batch_size":4'))
+    (directory / "inference.json").write_text(text.replace('"schedule":"pipedream"', '"schedule":"inference"'))
     crowded = json.loads(text)
-    crowded["stages"][0]["devices"] = [0, 1, 2]
+    crowded["stages"][0] |= {"devices": [0, 1, 2], "shares": [1, 1, 1]}
     crowded["stages"] = [crowded["stages"][0] | {"layers": list(range(6))}]
     (directory / "crowded.json").write_text(json.dumps(crowded))
     return directory

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -431,6 +432,12 @@ def test_a_plans_partition_counts_its_layers() -> None:
     assert parse_partition(partition_text(partition), "p.json") == partition
 
 
+def test_a_stage_that_recomputes_does_so_wholly_in_its_partition() -> None:
+    plan = plan_of_three_stages()
+    recomputing = replace(plan, stages=(replace(plan.stages[0], recompute=True), *plan.stages[1:]))
+    assert partition_of(recomputing).recompute_ratio == (1.0, 0.0, 0.0)
+
+
 def test_a_plan_that_is_no_chain_of_layers_has_no_partition() -> None:
     profile, _ = parse("\n".join(node(f"node{i}", "X", 1, 1, 1, 0) for i in range(4)))
     with pytest.raises(PlanError, match="node1 of stage 0 comes after layers of stage 1"):
@@ -525,7 +532,8 @@ def test_a_node_and_its_gradient_are_one_layer_and_costs_come_back() -> None:
     costs = CostModel(profile=profile, cluster=cluster, microbatch_size=1)
     assert costs.transfer_s(costs.forward_bytes([0], [1, 2]), 0, 1) == 0.25
     # A node's size counts for its gradient too: as weights and their gradients do here.
-    assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), versions=1) == 4 * 64
+    buffers = 2 * costs.forward_bytes({0, 1}, {2})
+    assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), asynchronous=False) - buffers == 4 * 64
 
 
 def test_cpus_are_devices_of_their_own_kind_before_the_accelerators() -> None:
@@ -545,10 +553,11 @@ def test_a_graph_without_gradients_sends_none_and_keeps_every_size_once() -> Non
     profile, cluster = parse_placement(json.dumps(problem), source="p.json", model="toy")
     assert not any(value.differentiable for value in profile.graph.values)
     costs = CostModel(profile=profile, cluster=cluster, microbatch_size=1)
-    assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), versions=1) == 2 * 64
+    buffers = 2 * costs.forward_bytes({0, 1}, {2})
+    assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), asynchronous=False) - buffers == 2 * 64
     uneven, _ = parse_placement(json.dumps(changed("nodes", 3, size=100.0)), source="p.json", model="toy")
     costs = CostModel(profile=uneven, cluster=cluster, microbatch_size=1)
-    assert costs.stage_memory_bytes(Stage(layers=(0,), devices=(0,)), versions=1) == 64 + 100
+    assert costs.stage_memory_bytes(Stage(layers=(0,), devices=(0,)), asynchronous=False) - buffers == 64 + 100
     assert all(value.differentiable for value in uneven.graph.values)
 
 

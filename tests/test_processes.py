@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from in_threads import even_plan, profile, profile_of
+from in_threads import even_plan, profile, profile_of, recomputing, uneven_plan
 from models import make_job
 from penstock import codec
 from penstock.cluster import load_cluster
@@ -46,6 +46,13 @@ def write_plan(directory: Path, name: str, replicas: tuple[int, ...], schedule: 
     return path
 
 
+def check_verify(job: Path, plan: Path) -> None:
+    answer = json.loads(penstock("verify", job, plan, "--json").stdout)
+    assert answer["passed"]
+    assert answer["largest_difference"] < 1e-5
+    assert answer["gradients"] > 0
+
+
 def penstock(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "penstock", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
@@ -66,11 +73,13 @@ def penstock(*arguments: object, check: bool = True) -> subprocess.CompletedProc
 def test_verify_finds_the_gradients_of_one_process(
     name: str, replicas: tuple[int, ...], schedule: str, microbatches: int, tmp_path: Path
 ) -> None:
-    job, plan = write_job(tmp_path, name), write_plan(tmp_path, name, replicas, schedule, microbatches)
-    answer = json.loads(penstock("verify", job, plan, "--json").stdout)
-    assert answer["passed"]
-    assert answer["largest_difference"] < 1e-5
-    assert answer["gradients"] > 0
+    check_verify(write_job(tmp_path, name), write_plan(tmp_path, name, replicas, schedule, microbatches))
+
+
+def test_verify_finds_them_with_unequal_shares_and_recompute_too(tmp_path: Path) -> None:
+    plan = uneven_plan(profile_of("conv"), ((2, 1), (1,)), "pipedream")
+    codec.save(recomputing(plan), tmp_path / "plan.json")
+    check_verify(write_job(tmp_path, "conv"), tmp_path / "plan.json")
 
 
 def test_train_leaves_trace_result_checkpoint_and_report(tmp_path: Path) -> None:
@@ -104,6 +113,21 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path: Path) -> None:
     assert set(one) == set(two)
     for key, tensor in one.items():
         torch.testing.assert_close(tensor, two[key], rtol=1e-4, atol=1e-5)
+
+
+def test_training_that_recomputes_leaves_the_weights_of_training_that_does_not(tmp_path: Path) -> None:
+    """Bit by bit, with dropout: each process draws its own random numbers, and the same in both runs."""
+    job = write_job(tmp_path, "noisy", epochs=1)
+    plan = even_plan(profile_of("noisy"), (1, 1), "pipedream")
+    found = []
+    for name, each in (("plain", plan), ("recomputing", recomputing(plan))):
+        codec.save(each, tmp_path / f"{name}.json")
+        run = RunDirectory(tmp_path / name)
+        penstock("train", job, tmp_path / f"{name}.json", "--run-dir", run.path)
+        checkpoint = run.newest_checkpoint()
+        assert checkpoint is not None
+        found.append((tensors_of(checkpoint), run.load()[2].losses))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import SCHEDULES, SYNCHRONOUS, law, minibatch_sizes, pipeline_of, pipelines
+from builders import SCHEDULES, SYNCHRONOUS, TRAINING, law, minibatch_sizes, pipeline_of, pipelines, replica_shares
 from penstock.errors import ScheduleError
 from penstock.schedule import (
     Action,
@@ -25,16 +26,17 @@ from penstock.schedule import (
     execution_order,
     family,
     participants,
+    replica_depth,
 )
 
 actions = st.builds(Action, st.integers(0, 10**6), st.sampled_from(Kind), st.integers(0, 10**6))
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Any replication, skips and remainders; tied stages too where the schedule allows them."""
-    name = draw(st.sampled_from(SCHEDULES))
-    return build_schedule(name, draw(pipelines(ties=name in SYNCHRONOUS)), draw(minibatch_sizes))
+def schedules(draw: st.DrawFn, names: Sequence[str] = TRAINING) -> Schedule:
+    """Any replication, shares, skips and remainders; tied stages too where the schedule allows them."""
+    name = draw(st.sampled_from(names))
+    return build_schedule(name, draw(pipelines(ties=not family(name).asynchronous)), draw(minibatch_sizes))
 
 
 def of_kind(program: tuple[Action, ...], *kinds: Kind) -> list[Action]:
@@ -59,7 +61,7 @@ def test_text_that_is_no_action_is_refused_with_an_example(text: str) -> None:
 
 
 @law
-@given(schedules())
+@given(schedules(SCHEDULES))
 def test_no_schedule_deadlocks_whatever_the_replication_the_skips_and_the_remainder(schedule: Schedule) -> None:
     check(schedule)
 
@@ -83,7 +85,17 @@ def test_every_stage_does_every_microbatch_once_forward_and_once_backward_on_the
 
 
 @law
-@given(schedules())
+@given(schedules(["inference"]))
+def test_inference_is_every_microbatch_forward_once_at_every_stage_and_nothing_else(schedule: Schedule) -> None:
+    pipeline = schedule.pipeline
+    for worker, program in enumerate(schedule.programs):
+        mine = pipeline.microbatches_of(worker, range(schedule.microbatches))
+        assert program == tuple(Action(pipeline.stage_of[worker], Kind.FORWARD, m) for m in mine)
+    assert not schedule.trains
+
+
+@law
+@given(schedules(SCHEDULES))
 def test_the_order_of_execution_respects_every_dependency_and_every_program(schedule: Schedule) -> None:
     done: set[Action] = set()
     ran: list[list[Action]] = [[] for _ in schedule.programs]
@@ -107,12 +119,12 @@ def test_a_worker_never_keeps_more_in_flight_than_its_depth(schedule: Schedule) 
             most = max(most, in_flight)
         rounds = [schedule.round_members(0, index) for index in range(len(schedule.rounds[0]))]
         whole_minibatch = max(len(pipeline.microbatches_of(worker, members)) for members in rounds)
-        depth = default_depth(pipeline, pipeline.stage_of[worker])
+        depth = replica_depth(default_depth(pipeline, pipeline.stage_of[worker]), pipeline.share_of(worker))
         assert most <= (whole_minibatch if family(schedule.name).all_forwards_first else depth)
 
 
 @law
-@given(pipelines(), minibatch_sizes, st.sampled_from(SCHEDULES), st.data())
+@given(pipelines(), minibatch_sizes, st.sampled_from(TRAINING), st.data())
 def test_depths_that_fall_along_the_pipeline_are_kept_and_never_deadlock(
     pipeline: Pipeline, minibatches: list[int], name: str, data: st.DataObject
 ) -> None:
@@ -178,14 +190,26 @@ def test_stages_steps_are_the_minibatches_under_a_synchronous_schedule(
 
 @law
 @given(pipelines(), minibatch_sizes)
-def test_under_pipedream_a_stage_steps_after_one_microbatch_per_replica(
+def test_under_pipedream_a_stage_steps_after_every_replica_has_had_its_share(
     pipeline: Pipeline, minibatches: list[int]
 ) -> None:
     schedule = build_schedule("pipedream", pipeline, minibatches)
-    for stage, replicas in enumerate(pipeline.workers):
-        members = [len(schedule.round_members(stage, i)) for i in range(len(schedule.rounds[stage]))]
-        assert all(count == len(replicas) for count in members[:-1])
-        assert 1 <= members[-1] <= len(replicas)
+    for stage, (replicas, shares) in enumerate(zip(pipeline.workers, pipeline.shares, strict=True)):
+        rounds = [schedule.round_members(stage, i) for i in range(len(schedule.rounds[stage]))]
+        for members in rounds[:-1]:
+            assert tuple(len(pipeline.microbatches_of(worker, members)) for worker in replicas) == shares
+        assert 1 <= len(rounds[-1]) <= sum(shares)
+
+
+@law
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_in_any_part_of_a_round_a_replica_has_had_its_share_to_within_one(shares: list[int]) -> None:
+    """So that an unequal stage passes microbatches on as evenly as it can, and nobody waits for the end of a round."""
+    pipeline = pipeline_of([len(shares)], shares=[shares])
+    for seen in range(1, 2 * sum(shares) + 1):
+        for worker, share in enumerate(shares):
+            had = len(pipeline.microbatches_of(worker, range(seen)))
+            assert abs(had - seen * share / sum(shares)) <= 1 + max(shares) / sum(shares)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -207,7 +231,7 @@ def test_pipedream_refuses_tied_stages_and_says_what_to_use() -> None:
 
 
 def test_an_unknown_schedule_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ScheduleError, match="schedule 'zigzag' is unknown; choose one of gpipe, 1f1b, pipedream"):
+    with pytest.raises(ScheduleError, match="schedule 'zigzag' is unknown; choose one of gpipe, 1f1b, pipedream, inf"):
         build_schedule("zigzag", pipeline_of([1]), [1])
 
 
@@ -251,6 +275,13 @@ def test_a_meeting_that_a_replica_never_comes_to_is_found() -> None:
     ) as caught:
         check(absent)
     assert "worker 1: finished" in str(caught.value)
+
+
+def test_a_forward_left_out_of_inference_is_named_and_a_backward_is_not_missed() -> None:
+    schedule = build_schedule("inference", pipeline_of([1, 1]), [2])
+    check(schedule)
+    with pytest.raises(ScheduleError, match="worker 1 never runs 1F1; add it"):
+        check(with_program(schedule, 1, "1F0"))
 
 
 def test_replicas_that_meet_in_different_order_are_found_to_deadlock() -> None:
@@ -318,12 +349,14 @@ def test_the_drawing_of_a_schedule_is_what_its_builder_makes(name: str) -> None:
 
 
 @law
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 40))
-def test_depths_with_slack_never_deadlock(replicas: list[int], rounds: int, microbatches: int) -> None:
-    pipeline = pipeline_of(replicas)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 40), st.data())
+def test_depths_with_slack_never_deadlock(
+    replicas: list[int], rounds: int, microbatches: int, data: st.DataObject
+) -> None:
+    pipeline = pipeline_of(replicas, shares=data.draw(replica_shares(replicas)))
     depths = depths_with_slack(pipeline, rounds)
     assert depths[-1] == 1
-    ahead = [count * (depth - 1) for count, depth in zip(replicas, depths, strict=True)]
+    ahead = [size * (depth - 1) for size, depth in zip(pipeline.round_sizes, depths, strict=True)]
     assert ahead == sorted(ahead, reverse=True)
     check(build_schedule("pipedream", pipeline, [1] * microbatches, depths))
 

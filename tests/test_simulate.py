@@ -48,6 +48,17 @@ def test_pipedream_runs_at_the_rate_of_its_slowest_stage_however_short_the_trace
 
 
 @slow_law
+@given(stage_seconds, st.integers(1, 3))
+def test_inference_runs_at_the_rate_of_its_slowest_stage_and_takes_the_sum_of_all_for_one_microbatch(
+    forward_s: list[float], replicas: int
+) -> None:
+    plan = one_layer_per_stage(forward_s, schedule="inference", replicas=replicas)
+    for minibatches in (8 * replicas, 31 * replicas):
+        assert simulate(plan, minibatches).samples_per_s == pytest.approx(2 * replicas / max(forward_s))
+    assert simulate(plan, 1).span_s == pytest.approx(sum(forward_s))
+
+
+@slow_law
 @given(plans(), st.integers(1, 4))
 def test_doubling_every_bandwidth_never_slows_a_plan(plan: Plan, minibatches: int) -> None:
     levels = tuple(replace(level, bytes_per_s=2 * level.bytes_per_s) for level in plan.cluster.levels)

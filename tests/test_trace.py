@@ -53,6 +53,26 @@ def test_the_rate_counts_whole_rounds_though_one_replica_is_ahead_of_the_other()
     assert trace.samples_per_s == pytest.approx(2 / 10.0)
 
 
+def forwards(microbatches: int, *, fill_s: float = 0.0) -> Trace:
+    """Three samples every two seconds from two replicas behind one that is twice as fast and far ahead."""
+    events = [event(0, f"0F{i}", 1.0 * i, 1.0 * i + 1.0) for i in range(microbatches)]
+    for i in range(microbatches):
+        start_s = 1.0 + fill_s + 4.0 * (i // 2)
+        events.append(event(1 + i % 2, f"1F{i}", start_s, start_s + 4.0 + 1e-9 * (i % 3)))
+    return merge("simulated", ("fast", "slow", "slow"), (3,) * microbatches, [events])
+
+
+@pytest.mark.parametrize("microbatches", [8, 9, 80])
+def test_the_rate_of_inference_is_that_of_the_last_stage_in_steady_state(microbatches: int) -> None:
+    assert forwards(microbatches).samples_per_s == pytest.approx(2 * 3 / 4.0)
+    assert forwards(microbatches, fill_s=100.0).samples_per_s == pytest.approx(2 * 3 / 4.0)
+
+
+def test_the_rate_of_an_inference_too_short_to_be_steady_is_all_samples_over_the_whole_span() -> None:
+    assert forwards(1).samples_per_s == pytest.approx(3 / 5.0)
+    assert forwards(3).samples_per_s == pytest.approx(9 / 9.0)
+
+
 def test_an_empty_trace_has_no_span_no_rate_and_no_utilisation() -> None:
     trace = Trace(origin="measured", workers=("a",), samples=(), events=())
     assert (trace.span_s, trace.samples_per_s, trace.utilisation(0)) == (0.0, 0.0, 0.0)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from in_threads import even_plan, profile_of, run_in_threads, with_batch_size
+from builders import replica_shares
+from in_threads import even_plan, profile_of, run_in_threads, uneven_plan, with_batch_size
 from models import make_job
 from penstock import Job
 from penstock.errors import WorkerError
@@ -25,6 +26,21 @@ from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind
 
 REPLICATIONS = [(1,), (2,), (1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (2, 3), (1, 1, 1)]
+SHARES = [
+    ((2, 1),),
+    ((2, 1), (1,)),
+    ((1, 3), (1,)),
+    ((1,), (2, 1)),
+    ((1,), (1, 3)),
+    ((1,), (2, 1), (1,)),
+    ((2, 1), (1, 3)),
+    ((2,), (1, 1)),
+]
+"""Of each stage, what its replicas take of a round: in the first, a middle and the last stage."""
+
+
+def shares_id(shares: tuple[tuple[int, ...], ...]) -> str:
+    return "-".join("+".join(map(str, stage)) for stage in shares)
 
 
 def single_process(job: Job, plan: Plan) -> dict[str, Tensor]:
@@ -71,6 +87,16 @@ def test_synchronous_training_is_that_of_one_process(name: str, schedule: str, r
     check_same_weights(run_in_threads(plan, make), single_process(make(), plan))
 
 
+@pytest.mark.parametrize("shares", SHARES, ids=shares_id)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_replicas_with_unequal_shares_train_as_one_process_does(
+    schedule: str, shares: tuple[tuple[int, ...], ...]
+) -> None:
+    make = functools.partial(make_job, "tied", samples=23, batch_size=8)
+    plan = uneven_plan(with_batch_size(profile_of("tied"), 8), shares, schedule, microbatches=7)
+    check_same_weights(run_in_threads(plan, make), single_process(make(), plan))
+
+
 @pytest.mark.parametrize("name", ["conv", "undecided", "recurrent"])
 def test_other_models_too(name: str) -> None:
     plan = even_plan(profile_of(name), (2, 1), "1f1b", microbatches=2)
@@ -84,12 +110,13 @@ def test_other_models_too(name: str) -> None:
     batch_size=st.integers(1, 6),
     microbatches=st.integers(1, 6),
     schedule=st.sampled_from(["gpipe", "1f1b"]),
+    data=st.data(),
 )
-def test_same_weights_for_any_replication_accumulation_and_remainder(
-    replicas: list[int], samples: int, batch_size: int, microbatches: int, schedule: str
+def test_same_weights_for_any_replication_shares_accumulation_and_remainder(
+    replicas: list[int], samples: int, batch_size: int, microbatches: int, schedule: str, data: st.DataObject
 ) -> None:
     profile = with_batch_size(profile_of("tied"), batch_size)
-    plan = even_plan(profile, replicas, schedule, min(microbatches, batch_size))
+    plan = uneven_plan(profile, data.draw(replica_shares(replicas)), schedule, min(microbatches, batch_size))
     make = functools.partial(make_job, "tied", samples=samples, batch_size=batch_size)
     check_same_weights(run_in_threads(plan, make), single_process(make(), plan))
 
@@ -109,15 +136,19 @@ class Recording:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (3, 1), (1, 3), (2, 3)], ids=lambda r: "-".join(map(str, r)))
-def test_every_sample_exactly_once_per_epoch(replicas: tuple[int, ...], schedule: str) -> None:
+@pytest.mark.parametrize(
+    "shares",
+    [((1,), (1, 1)), ((1, 1), (1,)), ((1, 1, 1), (1,)), ((1,), (1, 1, 1)), ((1, 1), (1, 1, 1)), *SHARES],
+    ids=shares_id,
+)
+def test_every_sample_exactly_once_per_epoch(shares: tuple[tuple[int, ...], ...], schedule: str) -> None:
     """Invariants 3 and 4: at the stage that reads inputs and at the stage that reads targets."""
 
     def make() -> Job:
         job = make_job("conv", samples=23, batch_size=4, epochs=2)
         return replace(job, data=Recording(job.data))
 
-    plan = even_plan(profile_of("conv"), replicas, schedule, 3 if schedule == "1f1b" else 1)
+    plan = uneven_plan(profile_of("conv"), shares, schedule, 3 if schedule == "1f1b" else 1)
 
     def forget_capture_then_train(assembly: Assembly) -> None:
         assembly.job.data.asked.clear()  # type: ignore[attr-defined]
@@ -125,7 +156,7 @@ def test_every_sample_exactly_once_per_epoch(replicas: tuple[int, ...], schedule
             assembly.worker.run(assembly.segment(make_epoch(assembly.job, plan, number)))
 
     assemblies = run_in_threads(plan, make, work=forget_capture_then_train)
-    for stage in (0, len(replicas) - 1):
+    for stage in (0, len(shares) - 1):
         asked: Counter[int] = Counter()
         for assembly in assemblies:
             if assembly.worker.stage_index == stage:
@@ -185,6 +216,15 @@ def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
 def test_asynchronous_training_uses_exactly_the_versions_of_the_schedule(replicas: tuple[int, ...]) -> None:
     make = functools.partial(make_job, "conv", samples=101, batch_size=4)
     plan = even_plan(profile_of("conv"), replicas, "pipedream")
+    check_same_weights(run_in_threads(plan, make), asynchronous_reference(make(), plan))
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=shares_id)
+def test_asynchronous_updates_are_the_mean_over_a_round_also_with_unequal_shares(
+    shares: tuple[tuple[int, ...], ...],
+) -> None:
+    make = functools.partial(make_job, "conv", samples=101, batch_size=4)
+    plan = uneven_plan(profile_of("conv"), shares, "pipedream")
     check_same_weights(run_in_threads(plan, make), asynchronous_reference(make(), plan))
 
 

@@ -78,7 +78,7 @@ class Plan:
     stages: tuple[Stage, ...]
     schedule: str
     microbatches: int
-    """per minibatch; 1 under an asynchronous schedule, where a microbatch is a minibatch"""
+    """per minibatch; 1 under an asynchronous schedule and in inference, where a microbatch is a minibatch"""
     sync: str = "all-reduce"
     prediction: Prediction
 
@@ -90,7 +90,7 @@ class Plan:
             raise PlanError(f"sync {self.sync!r} is unknown; choose one of {', '.join(SYNC_POLICIES)}")
         if self.microbatches < 1:
             raise PlanError(f"microbatches is {self.microbatches}; a minibatch has at least one")
-        if self.is_asynchronous and self.microbatches != 1:
+        if not family(self.schedule).accumulates and self.microbatches != 1:
             raise PlanError(
                 f"schedule {self.schedule} with {self.microbatches} microbatches per minibatch; it has no minibatch "
                 "beyond the microbatch: use 1"

@@ -53,10 +53,15 @@ class Trace:
 
     @cached_property
     def samples_per_s(self) -> float:
-        """The steady rate, counted at the first stage, which is the last to finish a microbatch.
+        """The steady rate, without the filling and the draining of the pipeline, so that a short and a long trace of
+        the same plan agree; where a trace is too short for that, all samples over the whole span."""
+        trains = any(event.action.kind is Kind.BACKWARD for event in self.events)
+        return self._training_rate() if trains else self._inference_rate()
 
-        It runs from the end of one update to the end of another, without the first and last quarter: whole rounds only,
-        neither the filling nor the draining of the pipeline, so that a short and a long trace of the same plan agree.
+    def _training_rate(self) -> float:
+        """Counted at the first stage, which is the last to finish a microbatch.
+
+        It runs from the end of one update to the end of another, without the first and last quarter: whole rounds only.
         """
         finished = [e for e in self.events if e.action.stage == 0 and e.action.kind is Kind.BACKWARD]
         updates: dict[int, dict[int, float]] = defaultdict(dict)
@@ -65,14 +70,29 @@ class Trace:
                 updates[event.action.index][event.worker] = event.end_s
         rounds = sorted(updates)
         if len(rounds) < 2:
-            counted, elapsed_s = finished, self.span_s
-        else:
-            quarter = (len(rounds) - 1) // 4
-            first, last = updates[rounds[quarter]], updates[rounds[-1 - quarter]]
-            # each replica by its own clock: a fast one is into the next round before the slowest has ended this one
-            counted = [e for e in finished if first.get(e.worker, -math.inf) < e.end_s <= last.get(e.worker, math.inf)]
-            elapsed_s = max(last.values()) - max(first.values())
-        return sum(self.samples[e.action.index] for e in counted) / elapsed_s if elapsed_s > 0 else 0.0
+            return self._rate(finished, self.span_s)
+        quarter = (len(rounds) - 1) // 4
+        first, last = updates[rounds[quarter]], updates[rounds[-1 - quarter]]
+        # each replica by its own clock: a fast one is into the next round before the slowest has ended this one
+        counted = [e for e in finished if first.get(e.worker, -math.inf) < e.end_s <= last.get(e.worker, math.inf)]
+        return self._rate(counted, max(last.values()) - max(first.values()))
+
+    def _inference_rate(self) -> float:
+        """Counted at the last stage: the sum over its replicas, each from the end of one forward to that of another."""
+        last_stage = max((event.action.stage for event in self.events), default=0)
+        finished = sorted((e for e in self.events if e.action.stage == last_stage), key=lambda event: event.end_s)
+        steady = 0.0
+        for worker in {event.worker for event in finished}:
+            mine = [event for event in finished if event.worker == worker]
+            quarter = (len(mine) - 1) // 4
+            first, *counted = mine[quarter : len(mine) - quarter]
+            if not counted or counted[-1].end_s <= first.end_s:
+                return self._rate(finished, self.span_s)
+            steady += self._rate(counted, counted[-1].end_s - first.end_s)
+        return steady
+
+    def _rate(self, finished: Iterable[Event], seconds: float) -> float:
+        return sum(self.samples[event.action.index] for event in finished) / seconds if seconds > 0 else 0.0
 
     def busy_s(self, worker: int) -> float:
         """Seconds of computing: everything but waiting and synchronising."""

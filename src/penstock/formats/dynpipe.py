@@ -56,7 +56,7 @@ def partition_text(partition: Partition) -> str:
 
 
 def partition_of(plan: Plan) -> Partition:
-    """The layers per stage. Plans do not recompute, and every stage works on whole microbatches."""
+    """The layers per stage. A stage recomputes all of its layers or none, and works on whole microbatches."""
     stages = [plan.stage_of_layer[layer] for layer in plan.profile.graph.order]
     for position, (before, after) in enumerate(itertools.pairwise(stages)):
         if after < before:
@@ -67,7 +67,7 @@ def partition_of(plan: Plan) -> Partition:
             )
     return Partition(
         partition=tuple(len(stage.layers) for stage in plan.stages),
-        recompute_ratio=(0.0,) * len(plan.stages),
+        recompute_ratio=tuple(float(stage.recompute) for stage in plan.stages),
         batch_size=(math.ceil(plan.microbatch_size),) * len(plan.stages),
     )
 

@@ -24,6 +24,8 @@ SIMULATED = 4
 """Cuts that are simulated: those that promise most by the cost model alone."""
 MOST_SIMULATED_WORKERS = 32
 """A larger pipeline is trusted to keep its bottleneck's pace."""
+CONFIRMED = 1.02
+"""A simulation this near the cost model's steady state confirms it."""
 CLOSE_ENOUGH = 1.01
 """A hundredth is not worth more memory, nor more microbatches."""
 NOTHING_YET = Prediction(seconds_per_minibatch=0.0, lower_bound_s=0.0, data_parallel_s=None, one_device_s=None)
@@ -49,9 +51,8 @@ class Request:
     def best(self) -> Scored | None:
         """None where nothing fits."""
         plain = {name: self._simulated(plan) for name, plan in self._baselines.items() if plan}
-        scored = [item for item in plain.values() if self._allowed(item[1])]
-        cuts = self._cuts([plan for _, plan in scored])
-        scored += [self._deepened(plan) for plan in cuts[:SIMULATED]]
+        scored = [item for item in plain.values() if self.allowed(item[1])]
+        scored += [self._deepened(plan) for plan in self.cuts[:SIMULATED]]
         if not scored and self.family.asynchronous:
             scored = [self._simulated(plan) for plan in self._shallow()]
         if not scored:
@@ -64,7 +65,8 @@ class Request:
         if self.family.trains:
             bound_s = min(self._explorer.lower_bound_s * self.microbatches, seconds)  # above it by rounding at most
             return Prediction(seconds_per_minibatch=seconds, lower_bound_s=bound_s, **beside)
-        bound_s = min(self.costs.forward_s(self.profile.graph.order, d) for d in range(len(self.cluster.devices)))
+        layers = self.profile.graph.order
+        bound_s = sum(min(self.costs.forward_s([n], device) for device in self._different_devices) for n in layers)
         return Prediction(
             seconds_per_minibatch=PlanCosts(plan).bottleneck_s(),
             latency_s=seconds,
@@ -112,8 +114,19 @@ class Request:
     def _different_devices(self) -> list[int]:
         return [self.cluster.devices.index(device) for device in dict.fromkeys(self.cluster.devices)]
 
-    def _cuts(self, known: Sequence[Plan]) -> list[Plan]:
-        """What the search finds that promises no less than the plans that are known."""
+    @cached_property
+    def candidates(self) -> list[Plan]:
+        """The plans that the cost model likes best, best first."""
+        plain = [plan for plan in self._baselines.values() if plan and self.allowed(plan)]
+        return sorted([*plain, *self.cuts], key=self._rank)
+
+    def _rank(self, plan: Plan) -> tuple[float, int]:
+        return self._estimate_s(plan), len(plan.devices)
+
+    @cached_property
+    def cuts(self) -> list[Plan]:
+        """What the search finds that promises no less than the baselines, best first."""
+        known = [plan for plan in self._baselines.values() if plan and self.allowed(plan)]
         if not self.family.trains:
             found = self._explorer.quickest(self.period_limit_s)
         else:
@@ -125,8 +138,8 @@ class Request:
                 first = [plan for each in found if (plan := self.plan_of_found(each))]
                 loosest_s = min((self._estimate_s(plan) / self.microbatches for plan in first), default=limit_s)
                 found += self._explorer.trade_offs(found[0].value_s, loosest_s)
-        plans = {plan.stages: plan for each in found if (plan := self.plan_of_found(each)) and self._allowed(plan)}
-        return sorted(plans.values(), key=lambda plan: (self._estimate_s(plan), len(plan.devices)))
+        plans = {plan.stages: plan for each in found if (plan := self.plan_of_found(each)) and self.allowed(plan)}
+        return sorted(plans.values(), key=self._rank)
 
     def plan_of_found(self, found: Found, deepest: int | None = None) -> Plan | None:
         return self.plan_of([(stage.layers, stage.devices) for stage in found.stages], deepest)
@@ -198,11 +211,11 @@ class Request:
         for deepest in (2, 1):
             found = Explorer(replace(self.stage_costs, deepest=deepest), self.hints).tightest()
             plans = [plan for each in found[:SIMULATED] if (plan := self.plan_of_found(each, deepest))]
-            if plans := [plan for plan in plans if self._allowed(plan)]:
+            if plans := [plan for plan in plans if self.allowed(plan)]:
                 return plans
         return []
 
-    def _allowed(self, plan: Plan) -> bool:
+    def allowed(self, plan: Plan) -> bool:
         """By the hints, and quick enough where that is asked for."""
         replicas = [len(stage.devices) for stage in plan.stages]
         if not self.hints.allow(replicas, plan.stage_of_layer, self.profile.graph):
@@ -230,9 +243,9 @@ class Request:
             minibatches = 8 * len(plan.devices) + 6 * plan.pipeline.round_sizes[0] * first.in_flight + 16
         rate = simulate(plan, minibatches).samples_per_s
         simulated_s = plan.profile.batch_size / rate if rate > 0 else 0.0
-        if plan.is_asynchronous and simulated_s <= estimate_s * 2 * CLOSE_ENOUGH - estimate_s:
-            return estimate_s, plan
-        return simulated_s, plan
+        if not plan.is_asynchronous:  # the simulator lets messages of different pairs of workers pass each other
+            return max(simulated_s, plan.microbatches * PlanCosts(plan).bottleneck_s()), plan
+        return (estimate_s if simulated_s <= estimate_s * CONFIRMED else simulated_s), plan
 
     def _deepened(self, plan: Plan) -> Scored:
         """More microbatches in flight than PipeDream's rule, where that brings an uneven pipeline to its pace."""

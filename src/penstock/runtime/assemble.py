@@ -22,6 +22,7 @@ from penstock.runtime.transport import Transport
 from penstock.runtime.weights import Weights
 from penstock.runtime.worker import Segment, Worker
 from penstock.sampling import Epoch
+from penstock.schedule import FAMILIES, family
 from penstock.sync import sync_policy
 
 
@@ -55,6 +56,13 @@ def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> Splitter:
 
 
 def check_job(job: Job, plan: Plan) -> None:
+    """The plan must be for this job, and for training."""
+    if not family(plan.schedule).trains:
+        names = " or ".join(name for name, kind in FAMILIES.items() if kind.trains)
+        raise PlanError(
+            f"schedule {plan.schedule} has no backwards: nothing would be trained, no gradients made; "
+            f"plan with --schedule {names}"
+        )
     if plan.profile.batch_size != job.batch_size:
         raise PlanError(
             f"the plan is for minibatches of {plan.profile.batch_size} samples, the job has {job.batch_size}; "
@@ -115,10 +123,16 @@ def assemble(
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
     weights = Weights(section.parameters, job.optimizer)
     rebuild = splitter.captured.rebuild_output
+    stage = StageModule(
+        section,
+        weights,
+        lambda output, target: job.loss(rebuild(output), target),
+        recompute=plan.stages[index].recompute,
+    )
     worker = Worker(
         rank=transport.rank,
         stage_index=index,
-        stage=StageModule(section, weights, lambda output, target: job.loss(rebuild(output), target)),
+        stage=stage,
         mailbox=Mailbox(
             pipeline,
             {edge: len(names) for edge, names in edges.items()},

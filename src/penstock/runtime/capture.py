@@ -239,24 +239,29 @@ def _captured(
 
 
 def _check_same(model: nn.Module, captured: Captured, inputs: Any) -> None:
-    """The graph must compute what the model computes, for this batch and for a smaller one."""
+    """The graph must compute what the model computes, for this batch and for a smaller one.
+
+    Each starts alike, also where the model changes its buffers or writes into its inputs.
+    """
     smaller = pytree.tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() > 0 and len(x) > 1 else x, inputs)
     for given, must_work in ((inputs, True), (smaller, False)):
-        args, kwargs = call_arguments(given)
-        state = torch.get_rng_state()
         try:
-            with torch.no_grad():
+            args, kwargs = call_arguments(_copied(given))
+            with untouched(model), torch.no_grad():
                 expected = model(*args, **kwargs)
         except Exception:
             if must_work:
                 raise
             return  # the model itself does not take that size
-        torch.set_rng_state(state)
-        with torch.no_grad():
+        with untouched(model), torch.no_grad():
             flat = fx.Interpreter(fx.GraphModule(captured.root, captured.graph), graph=captured.graph).run(
-                *captured.bind(given), enable_io_processing=False
+                *captured.bind(_copied(given)), enable_io_processing=False
             )
         _compare(expected, captured.rebuild_output(flat))
+
+
+def _copied(inputs: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
 
 
 def _compare(expected: Any, found: Any) -> None:

@@ -4,34 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import WorkerError
+from penstock.runtime.recompute import Computed, Recorder, forgotten
 from penstock.runtime.split import Section
 from penstock.runtime.weights import Version, Weights
+
+
+@dataclass(frozen=True)
+class _Made:
+    sent: dict[str, Tensor]
+    loss: Tensor | None
 
 
 @dataclass(frozen=True)
 class _InFlight:
     version: Version
     received: dict[str, Tensor]
-    made: dict[str, Tensor]
-    loss: Tensor | None
+    made: Callable[[], _Made]
+    """kept since the forward, or made again for the backward"""
 
 
 class StageModule:
-    """Computes a section and keeps what its backward will need."""
+    """Computes a section and keeps what its backward will need: all that autograd saved, or the inputs alone."""
 
-    def __init__(self, section: Section, weights: Weights, loss: Callable[[Any, Any], Tensor]) -> None:
-        """``loss`` takes what the section's output node holds, and the target."""
+    def __init__(
+        self, section: Section, weights: Weights, loss: Callable[[Any, Any], Tensor], *, recompute: bool = False
+    ) -> None:
+        """``loss`` takes what the section's output node holds, and the target; it is called once per microbatch."""
         self.section, self.weights = section, weights
         self._loss = loss
+        self._recorder = Recorder(section) if recompute else None
         self._in_flight: dict[int, _InFlight] = {}
         self.losses: dict[int, float] = {}
-        """of microbatches whose forward is over, at the stage that makes the output"""
+        """at the stage that makes the output: known after the forward or, if it recomputes, after the backward"""
 
     @property
     def in_flight(self) -> int:
@@ -42,21 +53,33 @@ class StageModule:
     ) -> dict[str, Tensor]:
         """Compute, and return the values that other stages read, by name. What is received must be leaf tensors."""
         leaves = {name: received[name] for name in self.section.receives}
+        arguments = [inputs[position] for position in self.section.reads] + list(leaves.values())
         version = self.weights.acquire()
+        if self._recorder is None:
+            made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target)
+            self._in_flight[microbatch] = _InFlight(version, leaves, lambda: made)
+            return made.sent
+        (values, _), replay = self._recorder.run(version.leaves, arguments)
+        self._in_flight[microbatch] = _InFlight(version, leaves, partial(self._make, replay.run, microbatch, target))
+        return {name: forgotten(value) for name, value in self._by_name(values).items()}
+
+    def _make(self, compute: Callable[[], Computed], microbatch: int, target: Any) -> _Made:
+        """What the backward starts from, with the graph behind it."""
         with torch.enable_grad():
-            arguments = [inputs[position] for position in self.section.reads] + list(leaves.values())
-            sent, output = self.section.run(version.leaves, arguments)
+            values, output = compute()
             loss = self._loss(output, target) if self.section.makes_output else None
-        made = dict(zip(self.section.sends, sent, strict=True))
+        if loss is not None:
+            self.losses[microbatch] = float(loss.detach())
+        return _Made(self._by_name(values), loss)
+
+    def _by_name(self, values: Sequence[Any]) -> dict[str, Tensor]:
+        made = dict(zip(self.section.sends, values, strict=True))
         for name, value in made.items():
             if not isinstance(value, Tensor):
                 raise WorkerError(
                     f"value {name!r} crosses a cut but is a {type(value).__name__}, not a tensor; "
                     "plan with the layers on both sides of it in one stage"
                 )
-        if loss is not None:
-            self.losses[microbatch] = float(loss.detach())
-        self._in_flight[microbatch] = _InFlight(version, leaves, made, loss)
         return made
 
     def backward(
@@ -72,16 +95,17 @@ class StageModule:
         ``gradients`` holds, per value sent, what each stage that reads it found; they are summed.
         """
         state = self._in_flight.pop(microbatch)
+        made = state.made()
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
-        for name, value in state.made.items():
+        for name, value in made.sent.items():
             parts = [part for part in gradients.get(name, ()) if part is not None]
             if value.requires_grad and parts:
                 roots.append(value)
                 seeds.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
-        if state.loss is not None and state.loss.requires_grad:
-            roots.append(state.loss)
-            seeds.append(torch.full_like(state.loss, loss_weight))
+        if made.loss is not None and made.loss.requires_grad:
+            roots.append(made.loss)
+            seeds.append(torch.full_like(made.loss, loss_weight))
         if roots:
             self.weights.backward(state.version, lambda: torch.autograd.backward(roots, seeds), scale)
         self.weights.release(state.version)

@@ -142,7 +142,7 @@ class _Training:
         self._rounds += max(len(rounds) for rounds in segment.schedule.rounds)
 
     def _after(self, action: Action, samples: tuple[int, ...], base: int) -> None:
-        if action.kind is Kind.FORWARD and action.index in self.worker.stage.losses:
+        if action.kind in (Kind.FORWARD, Kind.BACKWARD) and action.index in self.worker.stage.losses:
             loss = self.worker.stage.losses.pop(action.index)
             self.losses[base + action.index] = (loss, samples[action.index])
         if action.kind is Kind.BACKWARD and action.stage == 0:

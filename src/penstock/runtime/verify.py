@@ -64,7 +64,7 @@ def save_gradients(assembly: Assembly, directory: Path) -> None:
 
 def verification_epoch(job: Job, plan: Plan) -> Epoch:
     """One minibatch: the plan's own, or for an asynchronous plan enough microbatches that every replica has one."""
-    count = plan.microbatches if not plan.is_asynchronous else max(len(stage.devices) for stage in plan.stages) + 1
+    count = plan.microbatches if not plan.is_asynchronous else max(plan.pipeline.round_sizes) + 1
     batch_size = job.batch_size if not plan.is_asynchronous else job.batch_size * count
     num_samples = min(len(job.data), batch_size)
     return Epoch(num_samples=num_samples, batch_size=batch_size, microbatches=count, seed=job.seed)

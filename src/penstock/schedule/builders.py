@@ -10,6 +10,9 @@ Drawn for two stages on two workers, four microbatches:
 
     pipedream  worker 0  F0 F1       B0 STEP0 F2 B1 STEP1 F3 ...
                worker 1     F0 B0 STEP0 F1 B1 STEP1 F2 B2 STEP2 ...
+
+    inference  worker 0  F0 F1 F2 F3
+               worker 1     F0 F1 F2 F3
 """
 
 from __future__ import annotations
@@ -36,11 +39,17 @@ class Family:
     trains: bool = True
     """whether it has backwards and updates"""
 
+    @property
+    def accumulates(self) -> bool:
+        """whether a minibatch may have several microbatches, whose gradients one update consumes"""
+        return self.trains and not self.asynchronous
+
 
 FAMILIES: dict[str, Family] = {
     "gpipe": Family(asynchronous=False, all_forwards_first=True),
     "1f1b": Family(asynchronous=False, all_forwards_first=False),
     "pipedream": Family(asynchronous=True, all_forwards_first=False),
+    "inference": Family(asynchronous=False, all_forwards_first=False, trains=False),
 }
 
 
@@ -102,7 +111,7 @@ def build_schedule(
 
     ``depths`` is each stage's number of microbatches in flight per replica. An asynchronous schedule has no common
     minibatch: every stage steps after a round, which is one microbatch
-    per replica, or as many as its share.
+    per replica, or as many as its share. Inference has no rounds, and keeps nothing in flight.
     """
     kind = family(name)
     if not minibatches or min(minibatches) < 1:
@@ -114,7 +123,11 @@ def build_schedule(
         )
     depths = depths or [default_depth(pipeline, stage) for stage in range(pipeline.num_stages)]
     total = sum(minibatches)
-    if kind.asynchronous:
+    rounds: tuple[tuple[int, ...], ...]
+    if not kind.trains:
+        rounds = ((),) * pipeline.num_stages
+        programs = [_forwards(pipeline, worker, total) for worker in range(pipeline.num_workers)]
+    elif kind.asynchronous:
         rounds = tuple(tuple(range(0, total, size)) for size in pipeline.round_sizes)
         programs = [_asynchronous(pipeline, worker, total, depths) for worker in range(pipeline.num_workers)]
     else:
@@ -130,6 +143,12 @@ def build_schedule(
         rounds=rounds,
         programs=tuple(map(tuple, programs)),
     )
+
+
+def _forwards(pipeline: Pipeline, worker: int, total: int) -> Iterator[Action]:
+    stage = pipeline.stage_of[worker]
+    for microbatch in pipeline.microbatches_of(worker, range(total)):
+        yield Action(stage, Kind.FORWARD, microbatch)
 
 
 def _synchronous(pipeline: Pipeline, worker: int, spans: Sequence[range], depths: Sequence[int]) -> Iterator[Action]:

@@ -19,7 +19,7 @@ class Schedule:
     pipeline: Pipeline
     microbatches: int
     rounds: tuple[tuple[int, ...], ...]
-    """for each stage, the first microbatch of every round; a round is what one STEP consumes"""
+    """for each stage, the first microbatch of every round; a round is what one STEP consumes, and inference has none"""
     programs: tuple[tuple[Action, ...], ...]
     """for each worker, its actions in order"""
 
@@ -28,6 +28,10 @@ class Schedule:
     def __post_init__(self) -> None:
         if len(self.programs) != self.pipeline.num_workers:
             raise ScheduleError(f"{len(self.programs)} programs for {self.pipeline.num_workers} workers")
+
+    @property
+    def trains(self) -> bool:
+        return any(self.rounds)
 
     def round_of(self, stage: int, microbatch: int) -> int:
         return bisect.bisect_right(self.rounds[stage], microbatch) - 1
@@ -86,7 +90,7 @@ def execution_order(schedule: Schedule) -> Iterator[Moment]:
 
 
 def check(schedule: Schedule) -> None:
-    """Raise unless the schedule ends and does every microbatch once at every stage, forward and backward."""
+    """Raise unless the schedule ends and does every microbatch once at every stage: forward and, to train, backward."""
     seen: set[tuple[int, Action]] = set()
     for moment in execution_order(schedule):
         for entry in moment:
@@ -94,10 +98,11 @@ def check(schedule: Schedule) -> None:
                 raise ScheduleError(f"worker {entry[0]} runs {entry[1]} twice; remove one")
             seen.add(entry)
     pipeline = schedule.pipeline
+    kinds = (Kind.FORWARD, Kind.BACKWARD) if schedule.trains else (Kind.FORWARD,)
     for stage in range(pipeline.num_stages):
         for microbatch in range(schedule.microbatches):
             worker = pipeline.worker_of(stage, microbatch)
-            for kind in (Kind.FORWARD, Kind.BACKWARD):
+            for kind in kinds:
                 if (worker, Action(stage, kind, microbatch)) not in seen:
                     raise ScheduleError(f"worker {worker} never runs {Action(stage, kind, microbatch)}; add it")
 
