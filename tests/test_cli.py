@@ -39,7 +39,7 @@ OPTIONS = {
     "train": ["JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--checkpoint-every", "--timeout", "--json"],
     "verify": ["JOB", "PLAN", "--timeout", "--json"],
     "report": ["RUN", "--json"],
-    "bench": ["NAME", "--json"],
+    "bench": ["NAME", "--svg", "--json"],
     "demo": ["--run-dir"],
     "cluster measure": ["--workers", "--output", "--timeout", "--json"],
 }
@@ -232,6 +232,7 @@ WRONG = {
     "no such run": (["report", "nowhere"], "no such run directory"),
     "an unknown cost model": (["plan", "profile.json", "--cluster", "local:2", "--cost", "x"], "--cost x"),
     "no such benchmark": (["bench", "x"], "benchmark 'x' is unknown"),
+    "a benchmark without a drawing": (["bench", "runtime", "--svg", "x.svg"], "bench runtime has no drawing"),
     "a plan for another model": (["verify", "job.py", "plan.json"], "the plan is for minibatches of 8 samples"),
     "training on a plan for inference": (
         ["train", "job.py", "inference.json"],

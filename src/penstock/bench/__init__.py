@@ -1,5 +1,6 @@
-"""Benchmarks: rows of {case, metric, value, baseline, ratio, target, met}."""
+"""Benchmarks: measurements as rows of {case, metric, value, baseline, ratio, target, met}, and comparisons with what
+others published as rows of their own form."""
 
-from penstock.bench.registry import run_benchmark
+from penstock.bench.registry import DRAWN, run_benchmark
 
-__all__ = ["run_benchmark"]
+__all__ = ["DRAWN", "run_benchmark"]

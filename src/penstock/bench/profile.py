@@ -8,7 +8,7 @@ import time
 import torch
 
 from penstock.bench.jobs import JOBS, bench_job, bench_profile
-from penstock.bench.rows import Row
+from penstock.bench.rows import Findings, Row
 from penstock.cluster import ANY_KIND
 from penstock.job import Job
 from penstock.profile import Profile
@@ -21,9 +21,9 @@ STEPS = 10
 TOLERANCE = 0.15
 
 
-def run() -> list[Row]:
+def run() -> Findings:
     with share_of_machine(threads=1):
-        return [_case(name) for name in JOBS]
+        return Findings([_case(name) for name in JOBS])
 
 
 def _case(name: str) -> Row:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from penstock import codec
+from penstock.bench.rows import Findings
 from penstock.errors import JobError
 
-NAMES = ("planner", "profile", "runtime")
+NAMES = ("planner", "profile", "runtime", "table1")
+DRAWN = ("planner",)
+"""Those whose findings have a drawing."""
 
 
-def run_benchmark(name: str) -> list[dict[str, Any]]:
-    """Run a benchmark and return its rows as plain data."""
+def run_benchmark(name: str) -> Findings:
     if name == "planner":
         from penstock.bench.planner import run
     elif name == "profile":
         from penstock.bench.profile import run
     elif name == "runtime":
         from penstock.bench.runtime import run
+    elif name == "table1":
+        from penstock.bench.table1 import run
     else:
         raise JobError(f"benchmark {name!r} is unknown; choose one of {', '.join(NAMES)}")
-    return [codec.encode(row) for row in run()]
+    return run()

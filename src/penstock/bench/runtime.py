@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock import codec
 from penstock.bench.jobs import bench_job, bench_profile
-from penstock.bench.rows import Row, at_least
+from penstock.bench.rows import Findings, Row, at_least
 from penstock.cluster import local_cluster
 from penstock.plan import Plan
 from penstock.planner import Hints, make_plan
@@ -21,13 +21,13 @@ from penstock.runtime.machine import share_of_machine
 CASES = ("vgg", "transformer")
 
 
-def run() -> list[Row]:
-    rows = []
+def run() -> Findings:
+    rows: list[Row] = []
     for case in CASES:
         sys.stderr.write(f"bench runtime: {case}\n")
         with tempfile.TemporaryDirectory() as directory:
             rows += _case(case, Path(directory))
-    return rows
+    return Findings(rows)
 
 
 def _case(case: str, directory: Path) -> list[Row]:

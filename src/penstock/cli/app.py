@@ -315,16 +315,22 @@ def report(
     _answer(answer, as_json, lambda: shown.comparison_table(trace, comparison), f"report {directory.report}")
 
 
-@app.command(epilog="Examples: penstock bench profile; penstock bench runtime --json")
+@app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="planner, profile or runtime")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="planner, profile, runtime or table1 (PipeDream's)")],
+    svg: Annotated[Path | None, typer.Option(help="where to draw how planning grows, with planner")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure Penstock on this machine, beside its peers."""
-    from penstock.bench import run_benchmark
+    """Measure Penstock on this machine, beside its peers; or set its plans beside published ones."""
+    from penstock.bench import DRAWN, run_benchmark
 
-    rows = run_benchmark(name)
-    _answer(rows, as_json, lambda: shown.bench_table(name, rows))
+    if svg is not None and name not in DRAWN:
+        raise FormatError(f"bench {name} has no drawing; --svg goes with bench {', '.join(DRAWN)}")
+    found = run_benchmark(name)
+    if svg is not None and found.svg is not None:
+        codec.write_text(found.svg, svg)
+    note = f"drawing written to {svg}" if svg else ""
+    _answer(found.rows, as_json, lambda: shown.bench_table(name, found.rows), note)
 
 
 @app.command(epilog="Example: penstock demo --run-dir /tmp/demo")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import codec
+from penstock.bench.rows import BenchRow
 from penstock.cluster import Device, Level
 from penstock.cost import PlanCosts
 from penstock.plan import Plan
@@ -286,15 +288,10 @@ def _checks_table(level: LevelFindings) -> Table:
     return table
 
 
-def bench_table(name: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=f"penstock bench {name}")
-    table.add_column("case", overflow="fold")
-    table.add_column("metric", overflow="fold")
-    for column in ("value", "baseline", "ratio", "target"):
-        table.add_column(column, justify="right")
-    table.add_column("met")
+def bench_table(name: str, rows: Sequence[BenchRow]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, title=f"penstock bench {name}", caption=rows[0].CAPTION or None)
+    for column in rows[0].COLUMNS:
+        table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
     for row in rows:
-        numbers = ("-" if row[key] is None else f"{row[key]:.4g}" for key in ("value", "baseline", "ratio", "target"))
-        met = "-" if row["met"] is None else ("yes" if row["met"] else "NO")
-        table.add_row(row["case"], row["metric"], *numbers, met)
-    return table
+        table.add_row(*row.cells)
+    return Group(table, *(Text(f"- {row.footnote}") for row in rows if row.footnote))

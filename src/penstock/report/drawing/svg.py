@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from html import escape
 from importlib import resources
 
 from penstock.plan import Plan
 from penstock.report.drawing.labels import DeliveryLabel, RowLabel
 from penstock.report.drawing.picture import BLOCK_EDGE, LINE, ROW, Band, Box, Picture, Wire, make_picture
+from penstock.report.svg import px, safe_text, with_colours
 
 STAGE_COLOURS = 8
 KEY = (
@@ -18,8 +17,6 @@ KEY = (
 )
 KEY_HEIGHT = 42.0
 THIN, THICK = 1.6, 5.0
-_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_COLOUR = re.compile(r"(--[\w-]+): ([^;]+);")
 
 
 def inline_svg(plan: Plan) -> str:
@@ -30,28 +27,17 @@ def inline_svg(plan: Plan) -> str:
 def svg_file(plan: Plan) -> str:
     """A file of its own, which follows the reader's light or dark mode."""
     first, *rest = _svg(make_picture(plan), ' xmlns="http://www.w3.org/2000/svg"')
-    return "\n".join(['<?xml version="1.0" encoding="UTF-8"?>', first, f"<style>\n{_plain_style()}</style>", *rest, ""])
+    return "\n".join(
+        ['<?xml version="1.0" encoding="UTF-8"?>', first, f"<style>\n{with_colours(style())}</style>", *rest, ""]
+    )
 
 
 def style() -> str:
     return resources.files("penstock.report.drawing").joinpath("style.css").read_text(encoding="utf-8")
 
 
-def _plain_style() -> str:
-    """With the colours filled in, once for light and once for dark: not every viewer of SVG knows CSS variables."""
-    colours = resources.files("penstock.report").joinpath("colours.css").read_text(encoding="utf-8")
-    light, _, dark = colours.partition("@media")
-    light_values = dict(_COLOUR.findall(light))
-    dark_values = light_values | dict(_COLOUR.findall(dark))
-
-    def filled(values: dict[str, str]) -> str:
-        return re.sub(r"var\((--[\w-]+)\)", lambda match: values[match[1]], style())
-
-    return f"{filled(light_values)}@media (prefers-color-scheme: dark) {{\n{filled(dark_values)}}}\n"
-
-
 def _svg(picture: Picture, attributes: str) -> Iterator[str]:
-    width, height = _px(picture.width), _px(picture.height + KEY_HEIGHT)
+    width, height = px(picture.width), px(picture.height + KEY_HEIGHT)
     yield (
         f'<svg{attributes} class="plan" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
         'aria-label="The layer graph, stage by stage">'
@@ -70,20 +56,20 @@ def _svg(picture: Picture, attributes: str) -> Iterator[str]:
         else:
             yield from _block(box, box.label, slowest_s)
     for line, text in enumerate(KEY):
-        yield f'<text class="quiet" x="10" y="{_px(picture.height + 18 + line * LINE)}">{_text(text)}</text>'
+        yield f'<text class="quiet" x="10" y="{px(picture.height + 18 + line * LINE)}">{safe_text(text)}</text>'
     yield "</svg>"
 
 
 def _band(band: Band, width: float) -> Iterator[str]:
-    label, top, height = band.label, _px(band.top), _px(band.bottom - band.top)
-    yield f'<g class="s{band.stage % STAGE_COLOURS}"><title>{_text(label.tooltip)}</title>'
-    yield f'<rect class="band" y="{top}" width="{_px(width)}" height="{height}" rx="5"/>'
+    label, top, height = band.label, px(band.top), px(band.bottom - band.top)
+    yield f'<g class="s{band.stage % STAGE_COLOURS}"><title>{safe_text(label.tooltip)}</title>'
+    yield f'<rect class="band" y="{top}" width="{px(width)}" height="{height}" rx="5"/>'
     yield f'<rect class="mark" y="{top}" width="5" height="{height}" rx="2.5"/>'
     lines = [("heading", label.title), *([("alarm", label.alarm)] if label.alarm else [])]
     lines += [("quiet", fact) for fact in label.facts]
     for line, (kind, text) in enumerate(lines):
         y = band.top + 24 + line * LINE
-        yield f'<text class="{kind}" x="14" y="{_px(y)}">{_text(text)}</text>'
+        yield f'<text class="{kind}" x="14" y="{px(y)}">{safe_text(text)}</text>'
     yield "</g>"
 
 
@@ -91,28 +77,28 @@ def _wire(wire: Wire, heaviest: float) -> str:
     path, at = [], None
     for p in wire.pieces:
         if at != (p.x, p.top):
-            path.append(f"M{_px(p.x)} {_px(p.top)}")
+            path.append(f"M{px(p.x)} {px(p.top)}")
         if p.x != p.end_x:
-            middle = _px((p.turn + p.end_turn) / 2)
-            path.append(f"V{_px(p.turn)}C{_px(p.x)} {middle} {_px(p.end_x)} {middle} {_px(p.end_x)} {_px(p.end_turn)}")
-        path.append(f"V{_px(p.bottom)}")
+            middle = px((p.turn + p.end_turn) / 2)
+            path.append(f"V{px(p.turn)}C{px(p.x)} {middle} {px(p.end_x)} {middle} {px(p.end_x)} {px(p.end_turn)}")
+        path.append(f"V{px(p.bottom)}")
         at = (p.end_x, p.bottom)
     if wire.label is None:
         return f'<path class="wire" d="{"".join(path)}"/>'
     share = wire.label.num_bytes / heaviest if wire.crosses and heaviest else 0.0
     thickness = THIN + (THICK - THIN) * share
     return (
-        f'<path class="cut{_state(wire.label)}" stroke-width="{_px(thickness)}" d="{"".join(path)}">'
-        f"<title>{_text(wire.label.tooltip)}</title></path>"
+        f'<path class="cut{_state(wire.label)}" stroke-width="{px(thickness)}" d="{"".join(path)}">'
+        f"<title>{safe_text(wire.label.tooltip)}</title></path>"
     )
 
 
 def _delivery(box: Box, label: DeliveryLabel) -> Iterator[str]:
-    state, radius = _state(label), _px(box.height / 2)
-    yield f"<g><title>{_text(label.tooltip)}</title>"
+    state, radius = _state(label), px(box.height / 2)
+    yield f"<g><title>{safe_text(label.tooltip)}</title>"
     yield f'<rect class="pill{state}" {_place(box)} rx="{radius}"/>'
-    x, y = _px(box.left + box.width / 2), _px(box.top + box.height / 2 + 4)
-    yield f'<text class="bytes{state}" text-anchor="middle" x="{x}" y="{y}">{_text(label.text)}</text></g>'
+    x, y = px(box.left + box.width / 2), px(box.top + box.height / 2 + 4)
+    yield f'<text class="bytes{state}" text-anchor="middle" x="{x}" y="{y}">{safe_text(label.text)}</text></g>'
 
 
 def _state(label: DeliveryLabel) -> str:
@@ -129,28 +115,20 @@ def _block(box: Box, rows: tuple[RowLabel, ...], slowest_s: float) -> Iterator[s
 def _row(row: RowLabel, box: Box, top: float, slowest_s: float) -> Iterator[str]:
     left, width = box.left + 4, box.width - 8
     layers = " ".join(map(str, row.layers))
-    yield f'<g data-layers="{layers}"><title>{_text(row.tooltip)}</title>'
-    yield f'<rect class="row" x="{_px(left)}" y="{_px(top)}" width="{_px(width)}" height="{_px(ROW)}"/>'
+    yield f'<g data-layers="{layers}"><title>{safe_text(row.tooltip)}</title>'
+    yield f'<rect class="row" x="{px(left)}" y="{px(top)}" width="{px(width)}" height="{px(ROW)}"/>'
     share = row.seconds / slowest_s if slowest_s else 0.0
     if share * width >= 0.5:
-        size = f'width="{_px(share * width)}" height="{_px(ROW - 2)}"'
-        yield f'<rect class="bar" x="{_px(left)}" y="{_px(top + 1)}" {size} rx="2"/>'
-    y = _px(top + ROW / 2 + 4)
-    name = f'<tspan class="quiet" dx="6">{_text(row.name)}</tspan>' if row.name else ""
-    yield f'<text x="{_px(left + 4)}" y="{y}">{_text(row.text)}{name}</text>'
+        size = f'width="{px(share * width)}" height="{px(ROW - 2)}"'
+        yield f'<rect class="bar" x="{px(left)}" y="{px(top + 1)}" {size} rx="2"/>'
+    y = px(top + ROW / 2 + 4)
+    name = f'<tspan class="quiet" dx="6">{safe_text(row.name)}</tspan>' if row.name else ""
+    yield f'<text x="{px(left + 4)}" y="{y}">{safe_text(row.text)}{name}</text>'
     if row.seconds_text:
-        right = _px(left + width - 4)
-        yield f'<text class="number" text-anchor="end" x="{right}" y="{y}">{_text(row.seconds_text)}</text>'
+        right = px(left + width - 4)
+        yield f'<text class="number" text-anchor="end" x="{right}" y="{y}">{safe_text(row.seconds_text)}</text>'
     yield "</g>"
 
 
 def _place(box: Box) -> str:
-    return f'x="{_px(box.left)}" y="{_px(box.top)}" width="{_px(box.width)}" height="{_px(box.height)}"'
-
-
-def _px(length: float) -> str:
-    return f"{length:.1f}".removesuffix(".0")
-
-
-def _text(text: str) -> str:
-    return escape(_NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text))
+    return f'x="{px(box.left)}" y="{px(box.top)}" width="{px(box.width)}" height="{px(box.height)}"'
