@@ -24,7 +24,7 @@ law = settings(max_examples=50, **_patient)
 """For properties that are cheap to try."""
 slow_law = settings(max_examples=25, **_patient)
 """For properties that plan or simulate."""
-many_cases = settings(max_examples=400, **_patient)
+many_cases = settings(max_examples=600, **_patient)
 """For a search against all there is."""
 
 

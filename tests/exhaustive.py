@@ -13,7 +13,7 @@ from penstock.planner.request import Placed, Request
 
 
 def best_s(request: Request) -> float:
-    """The least seconds of a plan that fits, keeps to the hints and can run, by the cost model; inf if there is none."""
+    """By the cost model, of the plans that fit, keep to the hints and can run; inf if there is none."""
     return min((seconds(request, plan) for plan in plans(request)), default=math.inf)
 
 

@@ -46,15 +46,32 @@ def test_two_devices_talk_over_the_lowest_level_that_holds_both_whoever_asks(
     assert cluster.link(first, second) is cluster.link(second, first)
     reaches = [math.prod(level.size for level in cluster.levels[: i + 1]) for i in range(len(cluster.levels))]
     lowest = next(i for i, reach in enumerate(reaches) if first // reach == second // reach)
-    assert cluster.link(first, second) is cluster.levels[lowest]
+    assert cluster.link(first, second) is cluster.links[lowest]
+
+
+@law
+@given(clusters(max_devices=12), st.data())
+def test_a_link_between_groups_is_no_better_than_those_inside_them(cluster: Cluster, data: st.DataObject) -> None:
+    devices = st.integers(0, len(cluster.devices) - 1)
+    near, far = cluster.link(data.draw(devices), data.draw(devices)), cluster.link(0, len(cluster.devices) - 1)
+    if near.size > 1:
+        assert far.bytes_per_s <= near.bytes_per_s
+        assert far.latency_s >= near.latency_s
+
+
+def test_a_level_of_one_group_joins_nothing_and_changes_no_link() -> None:
+    levels = (Level(size=1, bytes_per_s=1.0), Level(size=4, bytes_per_s=10.0), Level(size=1, bytes_per_s=100.0))
+    cluster = Cluster(name="c", devices=(Device(),) * 4, levels=levels)
+    assert [link.bytes_per_s for link in cluster.links] == [1.0, 10.0, 10.0]
 
 
 @law
 @given(clusters(max_devices=12), st.data())
 def test_the_slowest_link_of_a_group_is_the_highest_level_any_pair_needs(cluster: Cluster, data: st.DataObject) -> None:
     devices = sorted(data.draw(st.sets(st.integers(0, len(cluster.devices) - 1), min_size=1)))
-    used = [cluster.levels.index(cluster.link(a, b)) for a in devices for b in devices]
-    assert cluster.slowest_link(devices) == cluster.levels[max(used)]
+    links = [cluster.link(a, b) for a in devices for b in devices if a != b]
+    rate = min((link.bytes_per_s for link in links), default=None)
+    assert rate is None or cluster.slowest_link(devices).bytes_per_s == rate
 
 
 def test_local_is_so_many_workers_on_one_link() -> None:

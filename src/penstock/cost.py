@@ -122,12 +122,13 @@ class CostModel:
 
     def _sum_s(self, layers: Collection[int], device: int, fields: Sequence[str]) -> float:
         seconds, row = self.layer_seconds(device), self._row
-        total: float = sum(getattr(seconds[row[layer]], field) for layer in layers for field in fields)
+        total: float = sum(getattr(seconds[row[layer]], field) for layer in layers if layer in row for field in fields)
         return total / self.cluster.devices[device].speed
 
     @cached_property
     def _row(self) -> dict[int, int]:
-        return {layer.id: row for row, layer in enumerate(self.profile.graph.layers)}
+        """Model inputs have none: every stage that reads one loads it for itself, beside its computing."""
+        return {layer.id: row for row, layer in enumerate(self.profile.graph.layers) if not layer.is_input}
 
 
 def memory_bytes(

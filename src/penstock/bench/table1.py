@@ -126,16 +126,8 @@ def _published_plans(published: Published, profile: Profile) -> tuple[Plan, Plan
 
 
 def as_run(profile: Profile, scale: float) -> Profile:
-    """For a minibatch ``scale`` times as large, in proportion; and without the time that inputs take to load, which
-    PipeDream measured but neither counts nor waits for."""
-    nothing = LayerSeconds(forward_s=0.0, backward_input_s=0.0, backward_weight_s=0.0)
-    seconds = {
-        kind: tuple(
-            nothing if layer.is_input else _scaled(row, scale)
-            for layer, row in zip(profile.graph.layers, rows, strict=True)
-        )
-        for kind, rows in profile.seconds.items()
-    }
+    """For a minibatch ``scale`` times as large, in proportion."""
+    seconds = {kind: tuple(_scaled(row, scale) for row in rows) for kind, rows in profile.seconds.items()}
     values = tuple(replace(value, num_bytes=round(value.num_bytes * scale)) for value in profile.graph.values)
     return replace(profile, graph=replace(profile.graph, values=values), seconds=seconds)
 

@@ -73,7 +73,8 @@ def plan_answer(plan: Plan) -> dict[str, Any]:
         "samples_per_s": _rate(plan.profile.batch_size, prediction.seconds_per_minibatch),
         "lower_bound": prediction.lower_bound_s,
         "gap": prediction.gap,
-        "speedup_over_data_parallel": _rate(data_parallel_s, prediction.seconds_per_minibatch),
+        "latency_s": prediction.latency_s,
+        "speedup_over_data_parallel": _rate(data_parallel_s, prediction.latency_s or prediction.seconds_per_minibatch),
         "bottleneck": dict(zip(("from_stage", "to_stage"), costs.bottleneck(), strict=True)),
         "stages": [_stage_answer(costs, index) for index in range(len(plan.stages))],
     }
@@ -92,6 +93,8 @@ def _stage_answer(costs: PlanCosts, index: int) -> dict[str, Any]:
         "first_layer": graph.by_id[stage.layers[0]].name,
         "last_layer": graph.by_id[stage.layers[-1]].name,
         "devices": list(stage.devices),
+        "shares": list(stage.shares),
+        "recompute": stage.recompute,
         "in_flight": stage.in_flight,
         "forward_s": costs.compute_s(Action(index, Kind.FORWARD, 0), worker),
         "backward_s": costs.compute_s(Action(index, Kind.BACKWARD, 0), worker),
@@ -124,8 +127,9 @@ def plan_table(plan: Plan) -> Table:
         ends = (stage["first_layer"], stage["last_layer"])
         table.add_row(
             f"{index} *" if marks[index] else str(index),
-            f"{' .. '.join(dict.fromkeys(ends))} ({len(stage['layers'])})",
-            show_numbers(stage["devices"]),
+            f"{' .. '.join(dict.fromkeys(ends))} ({len(stage['layers'])})"
+            + (", recomputed" if stage["recompute"] else ""),
+            _devices(stage),
             str(stage["in_flight"]),
             show_seconds(stage["microbatch_s"]),
             *(show_bytes(stage[key]) for key in ("input_bytes", "output_bytes")),
@@ -134,12 +138,21 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
+def _devices(stage: dict[str, Any]) -> str:
+    """With the microbatches that each takes in its turn, where they are not alike."""
+    if len(set(stage["shares"])) == 1:
+        return show_numbers(stage["devices"])
+    return ", ".join(f"{device} x{share}" for device, share in zip(stage["devices"], stage["shares"], strict=True))
+
+
 def _summary(answer: dict[str, Any]) -> str:
-    speedup = answer["speedup_over_data_parallel"]
-    beside = f"{speedup:.2f}x data parallelism; " if speedup is not None else ""
     rate = answer["samples_per_s"]
-    rate = f"{rate:.1f} samples/s" if rate is not None else "no time at all, as the profile has none"
-    return f"predicted {rate}; {beside}{answer['gap']:.0%} above the lower bound"
+    parts = [f"predicted {rate:.1f} samples/s" if rate is not None else "no time at all, as the profile has none"]
+    if answer["latency_s"] is not None:
+        parts.append(f"latency {show_seconds(answer['latency_s'])}")
+    elif answer["speedup_over_data_parallel"] is not None:
+        parts.append(f"{answer['speedup_over_data_parallel']:.2f}x data parallelism")
+    return "; ".join([*parts, f"{answer['gap']:.0%} above the lower bound"])
 
 
 def trace_answer(trace: Trace) -> dict[str, Any]:

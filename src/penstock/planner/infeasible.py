@@ -116,7 +116,7 @@ def _leanest(request: Request) -> Plan | None:
     for deepest, explorer in zip((None, 1), explorers, strict=True):
         found = explorer().tightest() if request.family.trains else explorer().quickest(request.period_limit_s)
         for each in found:
-            plan = request.plan_of_found(each, deepest if request.family.asynchronous else None)
+            plan = request.plan_of_found(each, shallow=deepest is not None and request.family.asynchronous)
             if plan is not None:
                 return plan
     return None

@@ -29,7 +29,9 @@ def make_plan(
     at ``samples_per_s`` or more.
     """
     if (samples_per_s is not None) != (not family(schedule).trains):
-        raise PlanError("samples per second are required of an inference plan, and of no other: give both or neither")
+        raise PlanError(
+            "schedule inference needs the samples per second to serve (--samples-per-s), and no other takes them"
+        )
     best: Scored | None = None
     for count in _microbatch_counts(profile, cluster, schedule, microbatches):
         request = Request(profile, cluster, schedule, count, hints or Hints(), recompute, samples_per_s)

@@ -141,11 +141,14 @@ class Request:
         plans = {plan.stages: plan for each in found if (plan := self.plan_of_found(each)) and self.allowed(plan)}
         return sorted(plans.values(), key=self._rank)
 
-    def plan_of_found(self, found: Found, deepest: int | None = None) -> Plan | None:
-        return self.plan_of([(stage.layers, stage.devices) for stage in found.stages], deepest)
+    def plan_of_found(self, found: Found, *, shallow: bool = False) -> Plan | None:
+        return self.plan_of([(stage.layers, stage.devices) for stage in found.stages], shallow=shallow)
 
-    def plan_of(self, stages: Sequence[Placed], deepest: int | None = None) -> Plan | None:
-        """The plan with these layers on these devices, with shares and depths; None where something is too small."""
+    def plan_of(self, stages: Sequence[Placed], *, shallow: bool = False) -> Plan | None:
+        """The plan with these layers on these devices, with shares and depths; None where something is too small.
+
+        ``shallow`` takes as many microbatches in flight as fit, if they are fewer than keep every stage busy.
+        """
         made = tuple(
             Stage(layers=layers, devices=devices, shares=self._shares(layers, devices)) for layers, devices in stages
         )
@@ -157,8 +160,8 @@ class Request:
             microbatches=self.microbatches,
             prediction=NOTHING_YET,
         )
-        if deepest is not None:
-            return self._fitted(plan, shallow_depths(plan.pipeline, deepest))
+        if shallow:
+            return self._fitted(plan, shallow_depths(plan.pipeline, [self._deepest(plan, i) for i in range(len(made))]))
         return self._fitted(plan, [self._depth(plan, index) for index in range(len(made))])
 
     def _shares(self, layers: tuple[int, ...], devices: tuple[int, ...], *, again: bool = False) -> tuple[int, ...]:
@@ -182,6 +185,12 @@ class Request:
             return own
         depth = default_depth(plan.pipeline, index)
         return depth if self.family.asynchronous else min(depth, own)
+
+    def _deepest(self, plan: Plan, index: int) -> int:
+        """The most in flight that fits, recomputing if that is allowed; at least one."""
+        stage = replace(plan.stages[index], recompute=self.recompute)
+        depths = range(self._depth(plan, index), 1, -1)
+        return next((depth for depth in depths if self.fits(replace(stage, in_flight=depth))), 1)
 
     def _fitted(self, plan: Plan, depths: Sequence[int]) -> Plan | None:
         """With these depths, recomputing where it must; None where a device is too small even so."""
@@ -210,7 +219,7 @@ class Request:
         """Where nothing fits at the depth that keeps every stage busy: the same stages with fewer in flight."""
         for deepest in (2, 1):
             found = Explorer(replace(self.stage_costs, deepest=deepest), self.hints).tightest()
-            plans = [plan for each in found[:SIMULATED] if (plan := self.plan_of_found(each, deepest))]
+            plans = [plan for each in found[:SIMULATED] if (plan := self.plan_of_found(each, shallow=True))]
             if plans := [plan for plan in plans if self.allowed(plan)]:
                 return plans
         return []
@@ -250,7 +259,7 @@ class Request:
     def _deepened(self, plan: Plan) -> Scored:
         """More microbatches in flight than PipeDream's rule, where that brings an uneven pipeline to its pace."""
         best = self._simulated(plan)
-        if not plan.is_asynchronous or len(set(plan.pipeline.round_sizes)) == 1:
+        if not plan.is_asynchronous:
             return best
         goal_s = PlanCosts(plan).bottleneck_s()
         for rounds in (1, 1.5, 2, 3, 4, 6):

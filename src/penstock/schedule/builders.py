@@ -84,11 +84,11 @@ def depths_with_slack(pipeline: Pipeline, rounds: float) -> list[int]:
     return depths
 
 
-def shallow_depths(pipeline: Pipeline, deepest: int) -> list[int]:
-    """The default depths, none above ``deepest``, and no stage ahead of what the one before it sends."""
+def shallow_depths(pipeline: Pipeline, most: Sequence[int]) -> list[int]:
+    """The default depths, none above the ``most`` of its stage, and no stage ahead of what the one before it sends."""
     depths: list[int] = []
     for stage in range(pipeline.num_stages):
-        depth = min(default_depth(pipeline, stage), deepest)
+        depth = min(default_depth(pipeline, stage), most[stage])
         if stage:
             sent = pipeline.round_sizes[stage - 1] * (depths[-1] - 1)
             depth = min(depth, 1 + sent // pipeline.round_sizes[stage])
