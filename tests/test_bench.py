@@ -148,9 +148,9 @@ def test_rows_of_numbers_are_shown_as_before(capsys: pytest.CaptureFixture[str])
 def test_inputs_take_no_time_and_costs_follow_the_minibatch() -> None:
     profile = heavy_end()
     half = as_run(profile, 0.5)
-    assert profile.compute_s("any")[0] == 5.0
-    assert half.compute_s("any")[0] == 0.0
-    assert half.compute_s("any")[1:] == tuple(seconds / 2 for seconds in profile.compute_s("any")[1:])
+    assert profile.seconds_on("any")[0].forward_s > 0
+    assert half.compute_s("any")[0] == profile.compute_s("any")[0] == 0.0
+    assert half.compute_s("any") == tuple(seconds / 2 for seconds in profile.compute_s("any"))
     assert {value.num_bytes for value in half.graph.values} == {value.num_bytes / 2 for value in profile.graph.values}
     assert half.graph.parameters == profile.graph.parameters
 

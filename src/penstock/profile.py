@@ -60,9 +60,11 @@ class Profile:
                 )
 
     def compute_s(self, kind: str) -> tuple[float, ...]:
-        """Forward and backward of each of graph.layers on one microbatch."""
-        rows = self.seconds_on(kind)
-        return tuple(row.forward_s + row.backward_input_s + row.backward_weight_s for row in rows)
+        """Forward and backward of each of graph.layers on one microbatch; model inputs take none."""
+        return tuple(
+            0.0 if layer.is_input else row.forward_s + row.backward_input_s + row.backward_weight_s
+            for layer, row in zip(self.graph.layers, self.seconds_on(kind), strict=True)
+        )
 
     def seconds_on(self, kind: str) -> tuple[LayerSeconds, ...]:
         if kind in self.seconds:

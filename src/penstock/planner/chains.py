@@ -64,7 +64,7 @@ def asynchronous_plan(
 def device_seconds(profile: Profile, kind: str, speed: float) -> dict[int, float]:
     """Layer -> its forward and backward on a device. Model inputs cost nothing."""
     rows = zip(profile.graph.layers, profile.compute_s(kind), strict=True)
-    return {layer.id: 0.0 if layer.is_input else seconds / speed for layer, seconds in rows}
+    return {layer.id: seconds / speed for layer, seconds in rows}
 
 
 def compute_s_between(profile: Profile, downsets: Downsets, kind: str, speed: float = 1.0) -> Floats:
