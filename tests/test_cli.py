@@ -103,7 +103,8 @@ def test_plan_answers_with_stable_keys(tmp_path: Path) -> None:
         "latency_s", "speedup_over_data_parallel", "bottleneck", "stages",
     }  # fmt: skip
     assert set(answer["stages"][0]) == {
-        "layers", "first_layer", "last_layer", "devices", "shares", "recompute", "in_flight", "forward_s", "backward_s", "update_s",
+        "layers", "first_layer", "last_layer", "devices", "shares", "recompute", "in_flight",
+        "forward_s", "backward_s", "update_s",
         "microbatch_s", "input_bytes", "output_bytes", "parameter_bytes", "memory_bytes", "memory_share",
     }  # fmt: skip
     assert (tmp_path / "plan.json").exists()

@@ -150,10 +150,14 @@ def memory_bytes(
     return weights * (versions + 1) + state + kept + 2 * (received + sent)
 
 
-def pace(round_s: Any, update_s: Any, sync_s: Any, *, round_size: Any, microbatches: int | None) -> Any:
-    """Seconds per microbatch of a stage in steady state: a round's computing, and its update and averaging, which come
-    once per round, or once per minibatch of so many ``microbatches``."""
-    return round_s / round_size + (update_s + sync_s) / (microbatches or round_size)
+def pace(turn_s: Any, update_s: Any, sync_s: Any, *, round_size: Any, microbatches: int | None) -> Any:
+    """Seconds per microbatch of a stage in steady state, at the pace of the replica that takes longest.
+
+    ``turn_s`` and ``update_s`` [replica, ...] are its share of a round and its update. Update and averaging come once
+    per round, or once per minibatch of so many ``microbatches``.
+    """
+    updates = microbatches or round_size
+    return np.max(turn_s / round_size + update_s / updates, axis=0) + sync_s / updates
 
 
 def best_shares(seconds: Array, counts: Sequence[int]) -> Array:
@@ -241,12 +245,12 @@ class PlanCosts:
     def stage_s(self, stage: int) -> float:
         """Seconds per microbatch of a stage in steady state, its updates and averaging shared out; no waiting."""
         workers, shares = self.plan.pipeline.workers[stage], self.plan.stages[stage].shares
-        round_s = max(share * self._microbatch_s(worker) for worker, share in zip(workers, shares, strict=True))
+        turn_s = np.array([share * self._microbatch_s(worker) for worker, share in zip(workers, shares, strict=True)])
         if not family(self.plan.schedule).trains:
-            return round_s / sum(shares)
-        update_s = max(self._compute[worker][Kind.STEP] for worker in workers)
+            return float(turn_s.max()) / sum(shares)
+        update_s = np.array([self._compute[worker][Kind.STEP] for worker in workers])
         microbatches = None if self.plan.is_asynchronous else self.plan.microbatches
-        return float(pace(round_s, update_s, self.sync_s(stage), round_size=sum(shares), microbatches=microbatches))
+        return float(pace(turn_s, update_s, self.sync_s(stage), round_size=sum(shares), microbatches=microbatches))
 
     def cut_s(self, stage: int) -> float:
         """Seconds per microbatch on the links into the stage behind this one.

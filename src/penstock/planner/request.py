@@ -244,12 +244,13 @@ class Request:
     def _simulated(self, plan: Plan) -> Scored:
         """By the simulator, unless it confirms what the cost model says of the steady state."""
         estimate_s = self._estimate_s(plan)
-        if not self.family.trains or len(plan.devices) > MOST_SIMULATED_WORKERS:
+        alone = plan.is_asynchronous and len(plan.stages) == 1  # there is nobody to wait for
+        if alone or not self.family.trains or len(plan.devices) > MOST_SIMULATED_WORKERS:
             return estimate_s, plan
         first = plan.stages[0]
         minibatches = len(plan.devices) + 4
         if plan.is_asynchronous:  # long enough for a steady rate: filling and draining take what is in flight
-            minibatches = 8 * len(plan.devices) + 6 * plan.pipeline.round_sizes[0] * first.in_flight + 16
+            minibatches = 4 * len(plan.devices) + 4 * plan.pipeline.round_sizes[0] * first.in_flight + 16
         rate = simulate(plan, minibatches).samples_per_s
         simulated_s = plan.profile.batch_size / rate if rate > 0 else 0.0
         if not plan.is_asynchronous:  # the simulator lets messages of different pairs of workers pass each other

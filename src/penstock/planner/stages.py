@@ -139,17 +139,17 @@ class StageCosts:
         seconds = np.stack([_difference(self._compute_s(kind, again), begin, end) for kind in kinds])
         shares = best_shares(seconds, counts)
         sizes = np.einsum("cij,c->ij", shares, np.array(counts)) if len(kinds) > 1 else float(team.size)
-        round_s = (shares * seconds).max(axis=0) if len(kinds) > 1 else seconds[0]
+        turn_s = shares * seconds if len(kinds) > 1 else seconds
         busiest = shares.max(axis=0) / sizes if len(kinds) > 1 else 1 / team.size
         if not self.family.trains:
-            return _Timed(Block(round_s / sizes, seconds.max(axis=0), busiest), shares)
-        update_s = np.max([_difference(self._update_s(kind, stashed), begin, end) for kind in kinds], axis=0)
+            return _Timed(Block(turn_s.max(axis=0) / sizes, seconds.max(axis=0), busiest), shares)
+        update_s = np.stack([_difference(self._update_s(kind, stashed), begin, end) for kind in kinds])
         sync_s: Any = 0.0
         if team.size > 1:
             weights = self.parameter_bytes(begin, end)
             sync_s = ring_allreduce(weights, team.size).seconds(self.costs.cluster.links[team.span])
         microbatches = None if self.family.asynchronous else self.microbatches
-        period_s = pace(round_s, update_s, sync_s, round_size=sizes, microbatches=microbatches)
+        period_s = pace(turn_s, update_s, sync_s, round_size=sizes, microbatches=microbatches)
         return _Timed(Block(period_s, seconds.max(axis=0), busiest), shares)
 
     def _fits(self, team: Team, depth: int, timed: _Timed, begin: Ints, end: Ints, *, again: bool) -> Bools:
