@@ -103,6 +103,8 @@ class ThresholdSearch:
         for span, reach in enumerate(self._reach):
             for promise_in in range(span, len(self._reach)):
                 replicas = np.maximum(np.maximum(needed[span][begin, ends], fixed), enough[promise_in][begin])
+                if self.straight:
+                    replicas = np.where(replicas <= 1, replicas, np.inf)
                 first, total = self._placed(replicas, behind, reach, promise_out)
                 best = int(np.argmin(total))
                 if total[best] < used[promise_in, begin] and total[best] <= self._devices:
@@ -138,12 +140,10 @@ class ThresholdSearch:
         else:
             m = self.stage_costs.microbatches
             a, b, c = latency_s / m, (update_s + wire_s - latency_s) / m - period_s, compute_s - wire_s / m
-        with np.errstate(invalid="ignore", divide="ignore"):
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             root = np.where(np.abs(a) > 1e-300, (-b - np.sqrt(b * b - 4 * a * c)) / (2 * a), -c / b)
             replicas = np.where(a + b + c <= 0, 1.0, np.ceil(root - ROUNDING))
             good = (replicas >= 1) & ((a * replicas + b) * replicas + c <= 1e-9 * np.abs(compute_s))
-        if self.straight:
-            good &= replicas <= 1
         return np.where(good, replicas, np.inf)
 
     def _memory_replicas(self, begin: int, ends: Ints, behind: Floats) -> Any:
