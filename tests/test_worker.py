@@ -164,24 +164,10 @@ def test_every_sample_exactly_once_per_epoch(shares: tuple[tuple[int, ...], ...]
         assert asked == dict.fromkeys(range(23), 2)
 
 
-def versions_at_forward(plan: Plan, epoch: Epoch) -> list[dict[int, int]]:
-    """For each stage, microbatch -> how many updates its replica had made when its forward ran."""
-    schedule = plan.schedule_for(epoch.minibatches)
-    found: list[dict[int, int]] = [{} for _ in plan.stages]
-    for program in schedule.programs:
-        steps = 0
-        for action in program:
-            if action.kind is Kind.STEP:
-                steps += 1
-            elif action.kind is Kind.FORWARD:
-                found[action.stage][action.index] = steps
-    return found
-
-
 def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
     """One process that keeps every version of every stage's weights, and runs each microbatch on the right mix."""
     epoch = make_epoch(job, plan, 0)
-    schedule, versions = plan.schedule_for(epoch.minibatches), versions_at_forward(plan, epoch)
+    schedule = plan.schedule_for(epoch.minibatches)
     graph = plan.profile.graph
     owned = [[p.name for p in graph.parameters_of(stage.layers)] for stage in plan.stages]
     parameters = dict(job.model.named_parameters())
@@ -191,7 +177,7 @@ def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
     gradients: dict[int, dict[str, Tensor]] = {}
     done = [0] * len(plan.stages)
     for microbatch in range(len(epoch.samples)):
-        mix = {n: t for s, names in enumerate(history) for n, t in names[versions[s][microbatch]].items()}
+        mix = {n: t for s, names in enumerate(history) for n, t in names[schedule.versions[s][microbatch]].items()}
         leaves = {n: t.clone().requires_grad_() for n, t in mix.items()}
         inputs, target = load_microbatch(job, epoch, microbatch)
         args, kwargs = call_arguments(inputs)
@@ -212,10 +198,13 @@ def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
     return parameters
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "vertical", "2bw"])
 @pytest.mark.parametrize("replicas", [(1,), (1, 1), (1, 1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (2, 3)], ids=str)
-def test_asynchronous_training_uses_exactly_the_versions_of_the_schedule(replicas: tuple[int, ...]) -> None:
+def test_asynchronous_training_uses_exactly_the_versions_of_the_schedule(
+    replicas: tuple[int, ...], schedule: str
+) -> None:
     make = functools.partial(make_job, "conv", samples=101, batch_size=4)
-    plan = even_plan(profile_of("conv"), replicas, "pipedream")
+    plan = even_plan(profile_of("conv"), replicas, schedule, microbatches=4 if schedule == "2bw" else 1)
     check_same_weights(run_in_threads(plan, make), asynchronous_reference(make(), plan))
 
 

@@ -35,6 +35,9 @@ class Weights:
     gradients: dict[str, Tensor] = field(init=False, default_factory=dict)
     """of the round so far; a parameter that no backward reached is absent"""
     _newest: Version = field(init=False)
+    _versions: dict[int, Version] = field(init=False)
+    _oldest: int = field(init=False, default=0)
+    """the version last asked for"""
     _spare: list[dict[str, Tensor]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -42,20 +45,30 @@ class Weights:
         if trained:
             self.optimizer = self.make_optimizer(trained)
         self._newest = self._new_version(0)
+        self._versions = {0: self._newest}
 
     @property
     def version(self) -> int:
         """How many steps the weights have made."""
         return self._newest.number
 
-    def acquire(self) -> Version:
-        """The newest version, kept as it is until it is released."""
-        self._newest.in_flight += 1
-        return self._newest
+    def acquire(self, number: int | None = None) -> Version:
+        """A version, the newest if none is named, kept as it is until it is released. None older is asked for again."""
+        version = self._newest if number is None else self._versions[number]
+        version.in_flight += 1
+        self._oldest = version.number
+        for each in [each for each in self._versions.values() if each.number < self._oldest]:
+            self._forget(each)
+        return version
 
     def release(self, version: Version) -> None:
         version.in_flight -= 1
-        if version.in_flight == 0 and version is not self._newest:
+        self._forget(version)
+
+    def _forget(self, version: Version) -> None:
+        """Unless somebody holds it or may still ask for it."""
+        if version.in_flight == 0 and version is not self._newest and version.number < self._oldest:
+            del self._versions[version.number]
             self._spare.append({name: leaf.detach() for name, leaf in version.leaves.items() if leaf.requires_grad})
 
     def backward(self, version: Version, compute: Callable[[], None], scale: float) -> None:
@@ -77,9 +90,10 @@ class Weights:
             else:
                 self.gradients[name] = gradient.mul_(scale)
 
-    def step(self) -> None:
-        """Update with the round's gradients; versions in flight keep their values."""
-        if self._newest.in_flight > 0:
+    def step(self, *, keep: bool = False) -> None:
+        """Update with the round's gradients; versions in flight keep their values, and so does this one if asked to."""
+        keep = keep or self._newest.in_flight > 0
+        if keep:
             self._copy_on_write()
         for name, parameter in self.parameters.items():
             parameter.grad = self.gradients.get(name)
@@ -88,10 +102,12 @@ class Weights:
         self.discard_gradients()
         for parameter in self.parameters.values():
             parameter.grad = None
-        if self._newest.in_flight > 0:
+        if keep:
             self._newest = self._new_version(self._newest.number + 1)
         else:
+            del self._versions[self._newest.number]
             self._newest.number += 1
+        self._versions[self._newest.number] = self._newest
 
     def discard_gradients(self) -> None:
         self.gradients = {}

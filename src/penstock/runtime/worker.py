@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,11 +65,16 @@ class Worker:
     """called after every action: progress, faults injected by tests"""
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     busy_s: float = 0.0
+    _first_version: int = 0
+    """of the weights when the segment began"""
 
     def run(self, segment: Segment) -> None:
         """Do every action of this worker's program, then see the last messages out."""
         self.mailbox.begin(segment.schedule, segment.samples)
-        for action in segment.schedule.programs[self.rank]:
+        program = segment.schedule.programs[self.rank]
+        self._first_version = self.stage.weights.version
+        wanted = versions_wanted(program, segment.schedule)
+        for action, wanted_next in zip(program, wanted, strict=True):
             self.mailbox.post_receives()
             if action.kind is Kind.FORWARD:
                 self._forward(action, segment)
@@ -77,7 +83,9 @@ class Worker:
             elif action.kind is Kind.SYNC:
                 self._timed(action, segment, partial(self.sync.run, self.stage.weights, action.index))
             else:
-                self._timed(action, segment, self.stage.weights.step)
+                # a forward still to come may want the weights as they are now
+                now = self.stage.weights.version - self._first_version
+                self._timed(action, segment, partial(self.stage.weights.step, keep=wanted_next <= now))
             self.on_action(action)
         self.mailbox.finish()
 
@@ -87,7 +95,8 @@ class Worker:
             tensors = self.mailbox.take(Action(source, Kind.FORWARD, action.index))
             received.update((name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None)
         inputs, target = segment.feed.load(action.index)
-        made = self._timed(action, segment, lambda: self.stage.forward(action.index, inputs, received, target))
+        version = self._first_version + segment.schedule.versions[self.stage_index][action.index]
+        made = self._timed(action, segment, lambda: self.stage.forward(action.index, inputs, received, target, version))
         for target_stage, names in self.sends_to.items():
             self.mailbox.send(action, target_stage, [made[name] for name in names])
 
@@ -127,3 +136,13 @@ class Worker:
         if action.kind is not Kind.SYNC:
             self.busy_s += end_s - start_s
         return result
+
+
+def versions_wanted(program: Sequence[Action], schedule: Schedule) -> list[float]:
+    """For each action, the version that the next forward after it wants; none wants an older one after that."""
+    wanted, found = math.inf, []
+    for action in reversed(program):
+        found.append(wanted)
+        if action.kind is Kind.FORWARD:
+            wanted = schedule.versions[action.stage][action.index]
+    return found[::-1]
