@@ -103,7 +103,8 @@ def plan(
     ],
     cluster: ClusterText,
     schedule: Annotated[
-        str, typer.Option(help="pipedream (asynchronous), 1f1b or gpipe (synchronous), or inference (forward only)")
+        str,
+        typer.Option(help="asynchronous: pipedream, vertical, 2bw; synchronous: 1f1b, gpipe; or inference"),
     ] = "pipedream",
     microbatches: Microbatches = None,
     samples_per_s: Annotated[

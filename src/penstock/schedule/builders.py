@@ -11,13 +11,17 @@ Drawn for two stages on two workers, four microbatches:
     pipedream  worker 0  F0 F1       B0 STEP0 F2 B1 STEP1 F3 ...
                worker 1     F0 B0 STEP0 F1 B1 STEP1 F2 B2 STEP2 ...
 
-    vertical   the same, but a microbatch uses at every stage the version that it met at the first
+    vertical   worker 0  F0 F1       B0 STEP0 F2 B1 STEP1 F3 ...
+               worker 1     F0 B0 STEP0 F1 B1 STEP1 F2 B2 STEP2 ...
 
-    2bw        worker 0  F0 F1       B0 F2 B1 STEP0 F3 B2 F4 B3 STEP1 ...     two microbatches to an update; those of
-               worker 1     F0 B0 F1 B1 STEP0 F2 B2 F3 B3 STEP1 ...           update n use the version of update n - 2
+    2bw        worker 0  F0 F1       B0 F2 B1 STEP0 F3 B2    B3 STEP1
+               worker 1     F0 B0 F1 B1 STEP0 F2 B2 F3 B3 STEP1
 
     inference  worker 0  F0 F1 F2 F3
                worker 1     F0 F1 F2 F3
+
+Under vertical a microbatch uses at every stage the version that it met at the first. 2bw is drawn with two microbatches
+to an update; those of an update use the weights from before the update before it.
 """
 
 from __future__ import annotations
@@ -48,6 +52,11 @@ class Family:
     """whether a minibatch may have several microbatches, whose gradients one update consumes"""
     most_versions: int | None = None
     """of the weights, however many microbatches are in flight"""
+
+    def widest_round(self, microbatches: int) -> float:
+        """How many microbatches a stage's replicas may share out in turn: where updates accumulate without a drain,
+        every replica must have its share in each."""
+        return microbatches if self.asynchronous and self.accumulates else math.inf
 
     def versions(self, in_flight: int) -> int:
         """How many versions of its weights a stage keeps with so many microbatches in flight."""
@@ -150,10 +159,11 @@ def build_schedule(
         spans = [range(start, start + size) for start, size in zip(starts, minibatches, strict=True)]
         if kind.asynchronous:  # a forward waits for no update but that before the last
             full = min(minibatches[:-1], default=total)
-            if len(minibatches) > 1 and full < max(pipeline.round_sizes):
+            widest = max(pipeline.round_sizes)
+            if len(minibatches) > 1 and widest > kind.widest_round(full):
                 raise ScheduleError(
-                    f"{full} microbatches to an update leave replicas of a stage that shares {max(pipeline.round_sizes)} "
-                    f"without one; schedule {name} needs as many, or fewer replicas"
+                    f"{full} microbatches to an update leave replicas without one, where a stage shares out {widest}; "
+                    f"schedule {name} needs as many microbatches, or fewer replicas"
                 )
             depths = shallow_depths(pipeline, [1 + full // size for size in pipeline.round_sizes], depths)
             programs = [
