@@ -18,7 +18,7 @@ from in_threads import even_plan, profile_of, run_in_threads, uneven_plan, with_
 from models import make_job
 from penstock import Job
 from penstock.errors import WorkerError
-from penstock.plan import Plan, Stage
+from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, make_epoch
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
@@ -244,32 +244,3 @@ def test_a_wait_has_a_deadline_and_names_whom_it_waited_for() -> None:
 
     with pytest.raises(WorkerError, match=r"worker 0 \(stage 0\) waited for 1B0 from worker 1 .*0\.3 s"):
         run_in_threads(plan, lambda: make_job("conv"), work=work, timeout_s=0.3)
-
-
-class Shrinking:
-    """Sequences that are shorter after the first ``whole`` that were asked for."""
-
-    def __init__(self, whole: int) -> None:
-        self.whole, self.asked = whole, 0
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.asked += 1
-        return torch.zeros(3 if self.asked <= self.whole else 2, 6), torch.tensor(0)
-
-
-def test_a_shape_that_changes_between_equal_batches_is_a_named_error() -> None:
-    """Capture and the first microbatch see four samples each."""
-    plan = even_plan(profile_of("recurrent"), (1, 1), "pipedream")
-    plan = replace(plan, stages=cut_behind(plan, "lstm"))
-    with pytest.raises(WorkerError, match="pad the data"):
-        run_in_threads(plan, lambda: replace(make_job("recurrent"), data=Shrinking(whole=8)), timeout_s=10.0)
-
-
-def cut_behind(plan: Plan, name: str) -> tuple[Stage, ...]:
-    layers = plan.profile.graph.layers
-    end = next(layer.id for layer in layers if layer.name == name) + 1
-    ids = [layer.id for layer in layers]
-    return tuple(replace(s, layers=tuple(part)) for s, part in zip(plan.stages, (ids[:end], ids[end:]), strict=True))

@@ -12,7 +12,7 @@ from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.runtime.capture import Captured, capture
-from penstock.runtime.data import load_batch, load_microbatch
+from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.split import Splitter, check_same_model
@@ -50,7 +50,8 @@ def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> Splitter:
     """
     check_job(job, plan)
     inputs, _ = load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0)
-    splitter = Splitter(capture(job.model.to(device), to_device(inputs, device)))
+    inputs, others = to_device((inputs, inputs_of_other_shapes(job, inputs)), device)
+    splitter = Splitter(capture(job.model.to(device), inputs, others))
     check_same_model(splitter, (layer.name for layer in plan.profile.graph.layers), "the plan")
     return splitter
 

@@ -16,7 +16,7 @@ from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.job import Job
 from penstock.profile import LayerSeconds, Profile
 from penstock.runtime.capture import Captured, capture, untouched
-from penstock.runtime.data import load_batch
+from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.split import Section, Splitter
 
 Clock = Callable[[], float]
@@ -37,7 +37,7 @@ def profile_job(
     inputs, target = load_batch(job, range(min(microbatch_size, len(job.data))), seed=0)
     job.model.to(device)
     inputs, target = to_device((inputs, target), device)
-    captured = capture(job.model, inputs)
+    captured = capture(job.model, inputs, to_device(inputs_of_other_shapes(job, inputs), device))
     with untouched(job.model):
         job.model.train()
         measurement = Measurement(job=job, captured=captured, clock=clock, repeats=repeats)

@@ -172,8 +172,16 @@ class _Awaited:
             return
         with self.exchange.condition:
             self.exchange.wait_for(lambda: self.key in self.exchange.messages, timeout_s)
-            self.tensor.copy_(self.exchange.messages.pop(self.key))
+            message = self.exchange.messages.pop(self.key)
+            if message.shape != self.tensor.shape or message.dtype != self.tensor.dtype:
+                raise WorkerError(f"{_form(message)} came where {_form(self.tensor)} was expected")
+            # Byte by byte, as on a wire: copying booleans would make every byte 0 or 1.
+            self.tensor.view(-1).view(torch.uint8).copy_(message.view(-1).view(torch.uint8))
         self.over = True
 
     def is_over(self) -> bool:
         return self.over or self.key in self.exchange.messages
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
