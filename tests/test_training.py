@@ -24,6 +24,7 @@ from penstock.runtime.measure import profile_job
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.weights import Weights
 from penstock.schedule import Action, Kind
+from test_docs import ROOT, blocks
 from test_worker import check_same_weights, single_process
 
 SYNCHRONOUS = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -104,12 +105,11 @@ def test_stages_that_update_less_often_have_the_same_rate_for_the_same_samples(r
     make = functools.partial(job_with, "conv", scheduler=SCHEDULERS["lambda"])
     plan = even_plan(profile_of("conv"), replicas, "pipedream")
     for rates in rates_at_steps(plan, make):
-        assert rates == {
-            (epoch, microbatch): 0.1 / (1 + 3 * epoch + microbatch) for epoch, microbatch in rates
-        }  # three minibatches per epoch
+        expected = {(epoch, minibatch): 0.1 / (1 + 3 * epoch + minibatch) for epoch, minibatch in rates}
+        assert rates == pytest.approx(expected)  # three minibatches per epoch, of one microbatch each
     per_epoch = functools.partial(make, scheduler_steps="epoch")
     for rates in rates_at_steps(plan, per_epoch):
-        assert rates == {(epoch, microbatch): 0.1 / (1 + epoch) for epoch, microbatch in rates}
+        assert rates == pytest.approx({(epoch, minibatch): 0.1 / (1 + epoch) for epoch, minibatch in rates})
 
 
 def test_a_run_that_goes_on_has_the_rate_it_would_have_had() -> None:
@@ -206,6 +206,20 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_gives_the_weights_of_one_process(name: str, replicas: tuple[int, ...]) -> None:
     check_as_one_process("tied", replicas, "1f1b", optimizer=OPTIMIZERS[name], scheduler=SCHEDULERS["cosine"])
+
+
+def test_the_optimizers_of_the_docs_train() -> None:
+    examples = blocks((ROOT / "docs" / "jobs.md").read_text(), "python")
+    assert len(examples) == 2
+    for text in examples:
+        names: dict[str, Any] = {"torch": torch}
+        exec(text, names)
+        plan = even_plan(profile_of("conv"), (1, 1), "pipedream")
+        before = dict(job_with("conv").model.named_parameters())
+        for worker in weights_of(
+            run_in_threads(plan, functools.partial(job_with, "conv", optimizer=names["optimizer"]))
+        ):
+            assert all(not torch.equal(tensor, before[name]) for name, tensor in worker.items())
 
 
 def test_a_stage_may_have_only_some_of_the_groups() -> None:

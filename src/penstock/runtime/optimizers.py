@@ -59,9 +59,7 @@ class Optimizers:
     def step(self, count: int) -> None:
         """Update with the parameters' gradients, at the rate that holds after ``count`` steps of the scheduler."""
         if self.schedulers and self._count == 0 < count:
-            with (
-                warnings.catch_warnings()
-            ):  # torch's, that a scheduler steps before its optimizer: so it is on resuming
+            with warnings.catch_warnings():  # on resuming, a scheduler does step before its optimizer
                 warnings.simplefilter("ignore", UserWarning)
                 self._catch_up(count)
         else:
