@@ -45,7 +45,9 @@ def shares_id(shares: tuple[tuple[int, ...], ...]) -> str:
 
 def single_process(job: Job, plan: Plan) -> dict[str, Tensor]:
     """The weights after all epochs in one process, with the same minibatches and microbatches."""
-    optimizer = job.optimizer(list(job.model.named_parameters()))
+    made = job.optimizer(list(job.model.named_parameters()))
+    optimizers = [made] if isinstance(made, torch.optim.Optimizer) else made
+    schedulers = [job.scheduler(optimizer) for optimizer in optimizers] if job.scheduler else []
     job.model.train()
     for number in range(job.epochs):
         epoch = make_epoch(job, plan, number)
@@ -55,9 +57,18 @@ def single_process(job: Job, plan: Plan) -> dict[str, Tensor]:
             total = sum(epoch.samples[m] for m in members)
             for m in members:
                 (loss_of(job, epoch, m) * (epoch.samples[m] / total)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if job.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip_norm)
+            for optimizer in optimizers:
+                optimizer.step()
+            job.model.zero_grad()
+            for scheduler in schedulers:
+                if job.scheduler_steps == "minibatch":
+                    scheduler.step()
             first += count
+        for scheduler in schedulers:
+            if job.scheduler_steps == "epoch":
+                scheduler.step()
     return dict(job.model.named_parameters())
 
 

@@ -273,7 +273,8 @@ def train(
     if plan is None:
         from penstock.planner import make_plan
 
-        made = make_plan(_profile(job, None, 1), read_cluster(cluster))
+        schedule = workers.schedule_for(job)
+        made = make_plan(_profile(job, None, 1), read_cluster(cluster), schedule=schedule)
         if not as_json:
             shown.print_table(shown.plan_table(made))
         codec.save(made, directory.plan)

@@ -17,7 +17,7 @@ from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.split import Splitter, check_same_model
 from penstock.runtime.stage import StageModule
-from penstock.runtime.sync import GradientSync, owners_of_parameters
+from penstock.runtime.sync import GlobalClip, GradientSync, owners_of_parameters
 from penstock.runtime.transport import Transport
 from penstock.runtime.weights import Weights
 from penstock.runtime.worker import Segment, Worker
@@ -64,6 +64,13 @@ def check_job(job: Job, plan: Plan) -> None:
             f"schedule {plan.schedule} has no backwards: nothing would be trained, no gradients made; "
             f"plan with --schedule {names}"
         )
+    if job.clip_norm is not None and plan.is_asynchronous:
+        names = " or ".join(name for name, kind in FAMILIES.items() if kind.accumulates)
+        raise PlanError(
+            f"Job.clip_norm limits the norm over all stages at one update, but under schedule {plan.schedule} stages "
+            f"update at different moments; plan with --schedule {names}, or let the optimizer clip each "
+            "stage by its own norm (docs/jobs.md)"
+        )
     if plan.profile.batch_size != job.batch_size:
         raise PlanError(
             f"the plan is for minibatches of {plan.profile.batch_size} samples, the job has {job.batch_size}; "
@@ -104,7 +111,13 @@ class Assembly:
             ),
             first_microbatch=first_microbatch,
             first_round=first_round,
+            scheduler_steps=self._scheduler_steps(epoch),
         )
+
+    def _scheduler_steps(self, epoch: Epoch) -> tuple[int, ...]:
+        if self.job.scheduler_steps == "epoch":
+            return (epoch.number,) * len(epoch.samples)
+        return epoch.minibatches_before
 
 
 def assemble(
@@ -122,7 +135,7 @@ def assemble(
     index = pipeline.stage_of[transport.rank]
     section = splitter.section(plan.stages[index].layers)
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
-    weights = Weights(section.parameters, job.optimizer)
+    weights = Weights(section.parameters, job.optimizer, job.scheduler)
     rebuild = splitter.captured.rebuild_output
     stage = StageModule(
         section,
@@ -130,6 +143,9 @@ def assemble(
         lambda output, target: job.loss(rebuild(output), target),
         recompute=plan.stages[index].recompute,
     )
+    clip = None
+    if job.clip_norm is not None:
+        clip = GlobalClip(plan, job.clip_norm, transport=transport, device=device, timeout_s=timeout_s)
     worker = Worker(
         rank=transport.rank,
         stage_index=index,
@@ -142,6 +158,7 @@ def assemble(
             timeout_s=timeout_s,
         ),
         sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
+        clip=clip,
         clock=clock,
         device=device,
         sends_to={target: names for (source, target), names in edges.items() if source == index},

@@ -49,7 +49,7 @@ class Options:
 def train_worker(job: Job, plan: Plan, options: Options) -> None:
     """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
     with worker_process(plan, options.timeout_s) as device:
-        transport = TorchTransport(sync_groups(plan))
+        transport = TorchTransport(sync_groups(plan, clips=job.clip_norm is not None))
         assembly = assemble(
             job,
             plan,

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+
+from penstock.runtime.optimizers import MakeOptimizer, MakeScheduler, Optimizers
 
 
 @dataclass(eq=False)
@@ -30,8 +30,9 @@ class Version:
 @dataclass(eq=False)
 class Weights:
     parameters: Mapping[str, nn.Parameter]
-    make_optimizer: Callable[[Any], Optimizer]
-    optimizer: Optimizer | None = field(init=False, default=None)
+    make_optimizer: MakeOptimizer
+    make_scheduler: MakeScheduler | None = None
+    optimizers: Optimizers = field(init=False)
     gradients: dict[str, Tensor] = field(init=False, default_factory=dict)
     """of the round so far; a parameter that no backward reached is absent"""
     _newest: Version = field(init=False)
@@ -42,8 +43,7 @@ class Weights:
 
     def __post_init__(self) -> None:
         trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
-        if trained:
-            self.optimizer = self.make_optimizer(trained)
+        self.optimizers = Optimizers(self.make_optimizer, self.make_scheduler, trained)
         self._newest = self._new_version(0)
         self._versions = {0: self._newest}
 
@@ -90,15 +90,15 @@ class Weights:
             else:
                 self.gradients[name] = gradient.mul_(scale)
 
-    def step(self, *, keep: bool = False) -> None:
-        """Update with the round's gradients; versions in flight keep their values, and so does this one if asked to."""
+    def step(self, count: int = 0, *, keep: bool = False) -> None:
+        """Update with the round's gradients, at the rate after ``count`` steps of the scheduler; versions in flight
+        keep their values, and so does this one if asked to."""
         keep = keep or self._newest.in_flight > 0
         if keep:
             self._copy_on_write()
         for name, parameter in self.parameters.items():
             parameter.grad = self.gradients.get(name)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self.optimizers.step(count)
         self.discard_gradients()
         for parameter in self.parameters.values():
             parameter.grad = None

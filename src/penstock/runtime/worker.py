@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.stage import StageModule
-from penstock.runtime.sync import GradientSync
+from penstock.runtime.sync import GlobalClip, GradientSync
 from penstock.schedule import Action, Kind, Schedule
 from penstock.trace import Event
 
@@ -42,6 +42,12 @@ class Segment:
     first_microbatch: int = 0
     """where its microbatches stand in the whole run; traces number them through"""
     first_round: int = 0
+    scheduler_steps: Sequence[int] = ()
+    """of each microbatch, how often the learning rate's scheduler has stepped before it; never, if not given"""
+
+    def steps_before(self, stage: int, round_index: int) -> int:
+        """The scheduler's steps before a round: those before its first microbatch, at every stage alike."""
+        return self.scheduler_steps[self.schedule.rounds[stage][round_index]] if self.scheduler_steps else 0
 
     def round_samples(self, stage: int, microbatch: int) -> int:
         """Samples of all microbatches whose gradients are applied together with this one's."""
@@ -61,6 +67,7 @@ class Worker:
     sends_to: dict[int, tuple[str, ...]]
     """later stages -> the values they read from this one, in the order both ends know"""
     receives_from: dict[int, tuple[str, ...]]
+    clip: GlobalClip | None = None
     on_action: Callable[[Action], None] = lambda action: None
     """called after every action: progress, faults injected by tests"""
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
@@ -85,7 +92,7 @@ class Worker:
             else:
                 # a forward still to come may want the weights as they are now
                 now = self.stage.weights.version - self._first_version
-                self._timed(action, segment, partial(self.stage.weights.step, keep=wanted_next <= now))
+                self._step(action, segment, keep=wanted_next <= now)
             self.on_action(action)
         self.mailbox.finish()
 
@@ -114,6 +121,12 @@ class Worker:
         )
         for source, names in self.receives_from.items():
             self.mailbox.send(action, source, [found.get(name) for name in names])
+
+    def _step(self, action: Action, segment: Segment, *, keep: bool) -> None:
+        weights = self.stage.weights
+        if self.clip is not None:  # not timed, as waiting for a message is not
+            self.clip.run(weights)
+        self._timed(action, segment, partial(weights.step, segment.steps_before(action.stage, action.index), keep=keep))
 
     def _gradient_weights(self, microbatch: int, segment: Segment) -> tuple[float, float]:
         """A round's gradient is the mean over its samples, however they fall into microbatches.
