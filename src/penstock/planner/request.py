@@ -244,7 +244,7 @@ class Request:
     def _simulated(self, plan: Plan) -> Scored:
         """By the simulator, unless it confirms what the cost model says of the steady state."""
         estimate_s = self._estimate_s(plan)
-        alone = plan.is_asynchronous and len(plan.stages) == 1  # there is nobody to wait for
+        alone = len(plan.stages) == 1 and self.family.trains and not self.family.accumulates  # nobody to wait for
         if alone or not self.family.trains or len(plan.devices) > MOST_SIMULATED_WORKERS:
             return estimate_s, plan
         first = plan.stages[0]

@@ -65,7 +65,7 @@ def check_job(job: Job, plan: Plan) -> None:
             f"plan with --schedule {names}"
         )
     if job.clip_norm is not None and plan.is_asynchronous:
-        names = " or ".join(name for name, kind in FAMILIES.items() if kind.accumulates)
+        names = " or ".join(name for name, kind in FAMILIES.items() if kind.trains and not kind.asynchronous)
         raise PlanError(
             f"Job.clip_norm limits the norm over all stages at one update, but under schedule {plan.schedule} stages "
             f"update at different moments; plan with --schedule {names}, or let the optimizer clip each "
