@@ -184,7 +184,8 @@ def test_plan_takes_the_profile_of_another_system(tmp_path: Path) -> None:
 def test_a_profile_without_any_time_can_be_planned_and_shown(tmp_path: Path) -> None:
     graph, output = tmp_path / "graph.txt", tmp_path / "plan.json"
     graph.write_text(GRAPH.replace("2.5", "0").replace("5.0", "0").replace("=24.0", "=0").replace("=8", "=0"))
-    invoke("plan", str(graph), "--cluster", "1@1GB/s", "--output", str(output))
+    result = invoke("plan", str(graph), "--cluster", "1@1GB/s", "--output", str(output))
+    assert "no time at all" in result.output
 
 
 @pytest.mark.parametrize("cost", COSTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,6 +81,11 @@ class Cluster:
             )
 
     @cached_property
+    def reach(self) -> tuple[int, ...]:
+        """Devices in a group of each level."""
+        return tuple(itertools.accumulate((level.size for level in self.levels), operator.mul))
+
+    @cached_property
     def links(self) -> tuple[Level, ...]:
         """Of each level, what joins two of its groups: no better than what joins devices inside a group, which the
         bytes pass too. A level of one group joins nothing, and is like the one inside it."""
@@ -95,9 +101,7 @@ class Cluster:
 
     def link(self, first: int, second: int) -> Level:
         """The level over which two devices talk."""
-        reach = 1
-        for level, link in zip(self.levels, self.links, strict=True):
-            reach *= level.size
+        for reach, link in zip(self.reach, self.links, strict=True):
             if first // reach == second // reach:
                 return link
         raise ClusterError(f"devices {first} and {second} are not both in {self.name}, which has {len(self.devices)}")

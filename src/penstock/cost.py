@@ -70,6 +70,11 @@ class CostModel:
         again = ("forward_s",) if recompute else ()
         return self._sum_s(layers, device, ("backward_input_s", "backward_weight_s", *again)) * self.scale
 
+    def microbatch_s(self, layers: Collection[int], device: int, schedule: Family, *, recompute: bool = False) -> float:
+        """Forward and, if the schedule trains, backward."""
+        forward_s = self.forward_s(layers, device)
+        return forward_s + self.backward_s(layers, device, recompute=recompute) if schedule.trains else forward_s
+
     def update_s(self, layers: Collection[int], device: int, *, stashed: bool) -> float:
         """The optimizer's update; with weights ``stashed`` for microbatches in flight, of a copy of them."""
         return self._sum_s(layers, device, ("update_s", "copy_s") if stashed else ("update_s",))

@@ -34,13 +34,8 @@ class Work:
 def work_of(costs: CostModel, family: Family) -> Work:
     layers = costs.profile.graph.order
     different = list(dict.fromkeys(costs.cluster.devices))
-
-    def seconds(layer: int, device: int) -> float:
-        backward_s = costs.backward_s([layer], device) if family.trains else 0.0
-        return costs.forward_s([layer], device) + backward_s
-
     examples = [costs.cluster.devices.index(device) for device in different]
-    table = np.array([[seconds(layer, device) for layer in layers] for device in examples])
+    table = np.array([[costs.microbatch_s([layer], device, family) for layer in layers] for device in examples])
     whole = table.sum(axis=1)
     if whole.min() == 0:
         return Work(dict.fromkeys(layers, 0.0), (1.0,) * len(costs.cluster.devices))
@@ -67,7 +62,7 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
     if len(set(costs.cluster.devices)) > 1 or not family.trains:
         return compute_bound_s(costs, family)
     layers = [layer.id for layer in graph.layers]
-    compute_s = np.array([costs.forward_s([n], 0) + costs.backward_s([n], 0) for n in layers])
+    compute_s = np.array([costs.microbatch_s([n], 0, family) for n in layers])
     update_s = np.array([costs.update_s([n], 0, stashed=False) for n in layers])
     rate = max(level.bytes_per_s for level in costs.cluster.levels)
     users = Counter(name for layer in graph.layers for name in layer.parameters)

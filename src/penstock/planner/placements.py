@@ -146,7 +146,7 @@ class _Tree:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.top = len(cluster.levels) - 1
-        self.reach = [math.prod(level.size for level in cluster.levels[: i + 1]) for i in range(self.top + 1)]
+        self.reach = cluster.reach
         classes = list(dict.fromkeys(cluster.devices))
         self.class_of = [classes.index(device) for device in cluster.devices]
         inner = self.reach[0]

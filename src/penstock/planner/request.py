@@ -173,13 +173,9 @@ class Request:
             return (1,) * len(devices)
         examples = [self.cluster.devices.index(kind) for kind in kinds]
         counts = [sum(self.cluster.devices[device] == kind for device in devices) for kind in kinds]
-        seconds = np.array([self._microbatch_s(layers, device, again=again) for device in examples])
+        seconds = np.array([self.costs.microbatch_s(layers, d, self.family, recompute=again) for d in examples])
         shares = best_shares(seconds, counts)
         return tuple(int(shares[kinds.index(self.cluster.devices[device])]) for device in devices)
-
-    def _microbatch_s(self, layers: tuple[int, ...], device: int, *, again: bool) -> float:
-        backward_s = self.costs.backward_s(layers, device, recompute=again) if self.family.trains else 0.0
-        return self.costs.forward_s(layers, device) + backward_s
 
     def _depth(self, plan: Plan, index: int) -> int:
         own = -(-plan.microbatches // plan.pipeline.round_sizes[index])

@@ -167,14 +167,14 @@ class TableSearch:
 
     def _with_links(self, block: Block, node: Node, step: Step, begins: Ints, ends: Ints) -> Floats:
         """A stage's period, or that of the links out of it and into it if they are slower."""
-        out_s = self._cut_s(node.promise)[ends][None, :] * block.busiest
-        in_s = self._cut_s(step.promise)[begins][:, None] * block.busiest
+        out_s = self.stage_costs.cut_s[node.promise][ends][None, :] * block.busiest
+        in_s = self.stage_costs.cut_s[step.promise][begins][:, None] * block.busiest
         slowest: Floats = np.maximum(np.maximum(block.period_s, out_s), in_s)
         return slowest
 
     def _added_s(self, block: Block, node: Node, step: Step, begins: Ints, aim: Aim) -> Any:
         if aim is Aim.LATENCY:
-            return block.trip_s + self._cut_s(step.promise)[begins][:, None]
+            return block.trip_s + self.stage_costs.cut_s[step.promise][begins][:, None]
         return block.trip_s if self._behind(node) else 0.0
 
     def _idle(self, values: list[Floats], choices: list[Ints | None], number: int, place: int, step: Step) -> None:
@@ -229,14 +229,6 @@ class TableSearch:
         rows = [self.stage_costs.downsets.graph.order.index(layer) for layer in layers]
         held: Bools = self.stage_costs.downsets.members[:, rows]
         return held
-
-    def _cut_s(self, level: int) -> Floats:
-        return self._cuts[level]
-
-    @cached_property
-    def _cuts(self) -> list[Floats]:
-        """[level][downset]: seconds on a link of that level for all that crosses the cut."""
-        return [message(self.stage_costs.crossing_bytes).seconds(level) for level in self.placements.cluster.links]
 
     @cached_property
     def _rest(self) -> dict[frozenset[int], Floats]:

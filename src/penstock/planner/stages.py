@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.cluster import Device
-from penstock.cost import CostModel, best_shares, memory_bytes, pace, ring_allreduce, stashes_weights
-from penstock.graph import Layer
+from penstock.cost import CostModel, best_shares, memory_bytes, message, pace, ring_allreduce, stashes_weights
 from penstock.planner.downsets import Bools, Downsets, Floats
 from penstock.schedule import Family, replica_depth
 
@@ -136,14 +135,14 @@ class StageCosts:
         kinds = [kind for kind, count in enumerate(team.counts) if count]
         counts = [team.counts[kind] for kind in kinds]
         stashed = stashes_weights(self.family.asynchronous, depth)
-        seconds = np.stack([_difference(self._compute_s(kind, again), begin, end) for kind in kinds])
+        seconds = np.stack([_difference(self.compute_s(kind, again=again), begin, end) for kind in kinds])
         shares = best_shares(seconds, counts)
         sizes = np.einsum("cij,c->ij", shares, np.array(counts)) if len(kinds) > 1 else float(team.size)
         turn_s = shares * seconds if len(kinds) > 1 else seconds
         busiest = shares.max(axis=0) / sizes if len(kinds) > 1 else 1 / team.size
         if not self.family.trains:
             return _Timed(Block(turn_s.max(axis=0) / sizes, seconds.max(axis=0), busiest), shares)
-        update_s = np.stack([_difference(self._update_s(kind, stashed), begin, end) for kind in kinds])
+        update_s = np.stack([_difference(self.update_s(kind, stashed=stashed), begin, end) for kind in kinds])
         sync_s: Any = 0.0
         if team.size > 1:
             weights = self.parameter_bytes(begin, end)
@@ -184,6 +183,11 @@ class StageCosts:
         return self.costs.scale * self.downsets.crossing_bytes
 
     @cached_property
+    def cut_s(self) -> list[Floats]:
+        """[level][downset]: seconds on a link of that level for all that crosses the cut."""
+        return [message(self.crossing_bytes).seconds(link) for link in self.costs.cluster.links]
+
+    @cached_property
     def has_limits(self) -> bool:
         return self.limited and any(device.memory_bytes is not None for device in self.classes)
 
@@ -217,37 +221,27 @@ class StageCosts:
     def _compute_sums(self) -> dict[tuple[int, bool], Floats]:
         return {}
 
-    def _compute_s(self, kind: int, again: bool) -> Floats:
+    def compute_s(self, kind: int, *, again: bool = False) -> Floats:
+        """[downset]: forward and backward of all its layers on a device of this class, recomputed or not."""
         if (kind, again) not in self._compute_sums:
             device = self.class_of.index(kind)
-
-            def seconds(layer: Layer) -> float:
-                forward_s = self.costs.forward_s([layer.id], device)
-                if not self.family.trains:
-                    return forward_s
-                return forward_s + self.costs.backward_s([layer.id], device, recompute=again)
-
-            self._compute_sums[kind, again] = self.downsets.sums(seconds)
+            self._compute_sums[kind, again] = self.downsets.sums(
+                lambda layer: self.costs.microbatch_s([layer.id], device, self.family, recompute=again)
+            )
         return self._compute_sums[kind, again]
-
-    def compute_s(self, kind: int) -> Floats:
-        """[downset]: forward and backward of all its layers on a device of this class."""
-        return self._compute_s(kind, again=False)
 
     @cached_property
     def _update_sums(self) -> dict[tuple[int, bool], Floats]:
         return {}
 
-    def _update_s(self, kind: int, stashed: bool) -> Floats:
+    def update_s(self, kind: int, *, stashed: bool) -> Floats:
+        """[downset]: the update of all its weights on a device of this class."""
         if (kind, stashed) not in self._update_sums:
             device = self.class_of.index(kind)
             self._update_sums[kind, stashed] = self.downsets.sums(
                 lambda layer: self.costs.update_s([layer.id], device, stashed=stashed)
             )
         return self._update_sums[kind, stashed]
-
-    def update_s(self, kind: int, *, stashed: bool) -> Floats:
-        return self._update_s(kind, stashed)
 
     def parameter_bytes(self, begin: Ints, end: Ints) -> Floats:
         return self._per_parameter("num_bytes", begin, end)

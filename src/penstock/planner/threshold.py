@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.cost import message
 from penstock.planner.downsets import Floats
 from penstock.planner.search import Found, FoundStage
 from penstock.planner.stages import Ints, StageCosts, Team
@@ -71,7 +70,9 @@ class ThresholdSearch:
         used[levels - 1, -1] = 0
         choice: dict[tuple[int, int], _Placed] = {}
         needed = [self._replicas(period_s, level) for level in range(levels)]
-        enough = [np.ceil(cut / period_s - ROUNDING) for cut in self._cut_s]  # senders, and as many receivers
+        enough = [
+            np.ceil(cut / period_s - ROUNDING) for cut in self.stage_costs.cut_s
+        ]  # senders, and as many receivers
         for begin in range(size - 2, -1, -1):
             for promise_out in range(levels):
                 ends = self._ends[begin]
@@ -178,7 +179,7 @@ class ThresholdSearch:
             if behind is not None:
                 level = self._level(behind.behind, stage.behind + stage.replicas - 1)
                 fewest = min(stage.replicas, behind.replicas)
-                slowest_s = max(slowest_s, float(self._cut_s[level][stage.end]) / fewest)
+                slowest_s = max(slowest_s, float(self.stage_costs.cut_s[level][stage.end]) / fewest)
         return slowest_s
 
     def _stages(self, placed: tuple[_Placed, ...]) -> tuple[FoundStage, ...]:
@@ -207,16 +208,9 @@ class ThresholdSearch:
     def _devices(self) -> int:
         return len(self.stage_costs.costs.cluster.devices)
 
-    @cached_property
-    def _reach(self) -> list[int]:
-        """Devices in a group of each level."""
-        sizes = [level.size for level in self.stage_costs.costs.cluster.levels]
-        return [math.prod(sizes[: index + 1]) for index in range(len(sizes))]
-
-    @cached_property
-    def _cut_s(self) -> list[Floats]:
-        levels = self.stage_costs.costs.cluster.links
-        return [message(self.stage_costs.crossing_bytes).seconds(level) for level in levels]
+    @property
+    def _reach(self) -> tuple[int, ...]:
+        return self.stage_costs.costs.cluster.reach
 
     @cached_property
     def _ends(self) -> list[Ints]:
