@@ -15,9 +15,11 @@ from penstock.plan import Plan, Prediction, Stage
 from penstock.profile import LayerSeconds, Profile
 from penstock.schedule import FAMILIES, Pipeline, default_depth, family
 
-SCHEDULES = tuple(FAMILIES)
-TRAINING = tuple(name for name in FAMILIES if family(name).trains)
+SCHEDULES = tuple(name for name in FAMILIES if family(name).layout == "once")
+TRAINING = tuple(name for name in SCHEDULES if family(name).trains)
 SYNCHRONOUS = tuple(name for name in TRAINING if not family(name).asynchronous)
+LOOPED = ("interleaved", "zb-v")
+"""with several stages on a worker"""
 
 _patient = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
 law = settings(max_examples=50, **_patient)

@@ -18,6 +18,8 @@ from penstock.profile import Profile
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.measure import profile_job
 from penstock.runtime.transport import LocalExchange, LocalTransport
+from penstock.schedule import family
+from penstock.schedule.builders import position_on
 
 CPU = torch.device("cpu")
 
@@ -43,6 +45,18 @@ def profile(job: Job) -> Profile:
 def even_plan(profile: Profile, replicas: Sequence[int], schedule: str, microbatches: int = 1) -> Plan:
     """Layers shared out evenly over stages with these numbers of replicas."""
     return uneven_plan(profile, [(1,) * copies for copies in replicas], schedule, microbatches)
+
+
+def looped_plan(
+    profile: Profile, positions: int, laps: int, schedule: str, microbatches: int = 1, replicas: int = 1
+) -> Plan:
+    """Layers shared out evenly over so many stages on each worker, as the schedule lays them out."""
+    plan = uneven_plan(profile, [(1,) * replicas] * (positions * laps), "gpipe", microbatches)
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        first = replicas * position_on(family(schedule).layout, index, positions)
+        stages.append(replace(stage, devices=tuple(range(first, first + replicas)), in_flight=positions))
+    return replace(plan, stages=tuple(stages), schedule=schedule)
 
 
 def uneven_plan(profile: Profile, shares: Sequence[Sequence[int]], schedule: str, microbatches: int = 1) -> Plan:

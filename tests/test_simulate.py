@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import (
-    SYNCHRONOUS,
     chain_profile,
     flat_cluster,
     law,
@@ -20,20 +19,53 @@ from builders import (
 )
 from penstock.cost import PlanCosts
 from penstock.plan import Plan
-from penstock.schedule import Kind, check, dependencies, depths_with_slack
+from penstock.schedule import Kind, check, dependencies, depths_with_slack, family
+from penstock.schedule.builders import position_on
 from penstock.simulate import simulate
 
 stage_seconds = st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4)
 
 
 @law
-@given(st.integers(1, 5), st.integers(1, 9), st.floats(0.01, 10.0), st.sampled_from(SYNCHRONOUS))
+@given(st.integers(1, 5), st.integers(1, 9), st.floats(0.01, 10.0), st.sampled_from(["gpipe", "1f1b"]))
 def test_equal_stages_with_free_links_take_the_microbatches_and_one_bubble_per_further_stage(
     stages: int, microbatches: int, forward_s: float, schedule: str
 ) -> None:
     """(m + p - 1) (F + B): GPipe, section 2.3; 1F1B only keeps less in flight."""
     plan = one_layer_per_stage([forward_s] * stages, schedule=schedule, microbatches=microbatches)
     assert simulate(plan, 1).span_s == pytest.approx((microbatches + stages - 1) * 3 * forward_s)
+
+
+@law
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 3))
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_worker(positions: int, groups: int, laps: int) -> None:
+    """Narayanan and others (2021), section 2.2, where microbatches fill whole groups; each stage takes 3 here."""
+    plan = looped("interleaved", positions, laps, microbatches=positions * groups)
+    assert simulate(plan, 1).span_s == pytest.approx(3 * (positions * groups * laps + positions - 1))
+
+
+@law
+@given(st.integers(2, 8), st.integers(2, 4))
+def test_zero_bubble_leaves_a_third_of_the_bubble_and_laid_out_there_and_back_only_the_way_there(
+    positions: int, groups: int
+) -> None:
+    """Qi and others (2023), table 1, with halves as long as a forward; to within three of those."""
+    microbatches = positions * groups
+    h1 = simulate(looped("zb-h1", positions, 1, microbatches), 1)
+    assert 3 * microbatches + positions - 1 <= h1.span_s <= 3 * microbatches + positions - 1 + 3
+    v = simulate(looped("zb-v", positions, 2, microbatches), 1)
+    assert 6 * microbatches + positions - 1 <= v.span_s <= 6 * microbatches + positions - 1 + 3
+
+
+def looped(schedule: str, positions: int, laps: int, microbatches: int) -> Plan:
+    """Equal stages, with free links, several on each worker."""
+    plan = one_layer_per_stage([1.0] * positions * laps, schedule="gpipe", microbatches=microbatches)
+    layout = family(schedule).layout
+    stages = [
+        replace(stage, devices=(position_on(layout, index, positions),), in_flight=positions)
+        for index, stage in enumerate(plan.stages)
+    ]
+    return replace(plan, stages=tuple(stages), schedule=schedule)
 
 
 @slow_law
@@ -87,7 +119,7 @@ def test_every_action_of_every_program_is_in_the_trace_once(plan: Plan, minibatc
 @given(plans(), st.integers(1, 3))
 def test_nothing_starts_before_what_it_needs_has_ended(plan: Plan, minibatches: int) -> None:
     trace = simulate(plan, minibatches)
-    ended_s = {e.action: e.end_s for e in trace.events if e.action.kind in (Kind.FORWARD, Kind.BACKWARD)}
+    ended_s = {e.action.result: e.end_s for e in trace.events if e.action.of_microbatch}
     for event in trace.events:
         for need in dependencies(event.action, plan.pipeline):
             assert ended_s[need] <= event.start_s

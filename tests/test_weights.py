@@ -34,7 +34,7 @@ def test_backward_uses_the_weights_of_its_forward(name: str) -> None:
     version = weights.acquire()
     loss = forward(module, version.leaves, x)
     for _ in range(3):  # three steps while the microbatch is in flight
-        weights.gradients = {key: torch.randn_like(p) for key, p in weights.parameters.items()}
+        weights.gradients.update({key: torch.randn_like(p) for key, p in weights.parameters.items()})
         weights.step()
     weights.backward(version, loss.backward, scale=1.0)
     torch.testing.assert_close(x.grad, expected[0])
@@ -61,7 +61,7 @@ def one_parameter() -> Weights:
 
 
 def give_gradient(weights: Weights) -> None:
-    weights.gradients = {"w": torch.ones(1000)}
+    weights.gradients.update({"w": torch.ones(1000)})
 
 
 def test_a_step_with_nothing_in_flight_copies_nothing() -> None:
@@ -114,7 +114,7 @@ def test_gradients_accumulate_over_a_round_with_their_scales() -> None:
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     parameters = {"used": nn.Parameter(torch.ones(2)), "unused": nn.Parameter(torch.ones(2))}
     weights = Weights(parameters, lambda named: torch.optim.SGD(named, lr=0.1, weight_decay=0.1))
-    weights.gradients = {"used": torch.ones(2)}
+    weights.gradients.update({"used": torch.ones(2)})
     weights.step()
     assert torch.equal(parameters["unused"].data, torch.ones(2))
 

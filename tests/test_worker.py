@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import replica_shares
-from in_threads import even_plan, profile_of, run_in_threads, uneven_plan, with_batch_size
+from in_threads import CPU, even_plan, looped_plan, profile_of, run_in_threads, uneven_plan, with_batch_size
 from models import make_job
 from penstock import Job
 from penstock.errors import WorkerError
 from penstock.plan import Plan
-from penstock.runtime.assemble import Assembly, make_epoch
+from penstock.runtime.assemble import Assembly, capture_for_plan, make_epoch
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
 from penstock.sampling import Epoch
@@ -81,15 +81,16 @@ def loss_of(job: Job, epoch: Epoch, microbatch: int) -> Tensor:
 def check_same_weights(assemblies: list[Assembly], expected: dict[str, Tensor]) -> None:
     seen = set()
     for assembly in assemblies:
-        for name, parameter in assembly.worker.stage.weights.parameters.items():
-            torch.testing.assert_close(parameter.data, expected[name].data, rtol=1e-4, atol=1e-5)
-            seen.add(name)
-        assert assembly.worker.stage.in_flight == 0
+        for stage in assembly.worker.stages.values():
+            for name, parameter in stage.weights.parameters.items():
+                torch.testing.assert_close(parameter.data, expected[name].data, rtol=1e-4, atol=1e-5)
+                seen.add(name)
+            assert stage.module.in_flight == 0
     assert seen == set(expected)
 
 
 @pytest.mark.parametrize("replicas", REPLICATIONS, ids=lambda r: "-".join(map(str, r)))
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("name", ["tied", "branches"])
 def test_synchronous_training_is_that_of_one_process(name: str, schedule: str, replicas: tuple[int, ...]) -> None:
     """Invariant 1, with uneven replication, tied weights, values that skip stages, and a last batch nothing divides."""
@@ -98,8 +99,20 @@ def test_synchronous_training_is_that_of_one_process(name: str, schedule: str, r
     check_same_weights(run_in_threads(plan, make), single_process(make(), plan))
 
 
+@pytest.mark.parametrize(("positions", "laps", "replicas"), [(1, 2, 1), (2, 2, 1), (2, 1, 1), (2, 2, 2), (1, 3, 2)])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("name", ["tied", "branches"])
+def test_several_stages_on_a_worker_train_as_one_process_does(
+    name: str, schedule: str, positions: int, laps: int, replicas: int
+) -> None:
+    """Ties between stages of one worker, and of several; values handed over within a worker; a short last minibatch."""
+    make = functools.partial(make_job, name, samples=11, batch_size=4, epochs=2)
+    plan = looped_plan(profile_of(name), positions, laps, schedule, 3, replicas)
+    check_same_weights(run_in_threads(plan, make), single_process(make(), plan))
+
+
 @pytest.mark.parametrize("shares", SHARES, ids=shares_id)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_replicas_with_unequal_shares_train_as_one_process_does(
     schedule: str, shares: tuple[tuple[int, ...], ...]
 ) -> None:
@@ -170,7 +183,7 @@ def test_every_sample_exactly_once_per_epoch(shares: tuple[tuple[int, ...], ...]
     for stage in (0, len(shares) - 1):
         asked: Counter[int] = Counter()
         for assembly in assemblies:
-            if assembly.worker.stage_index == stage:
+            if stage in assembly.worker.stages:
                 asked.update(assembly.job.data.asked)  # type: ignore[attr-defined]
         assert asked == dict.fromkeys(range(23), 2)
 
@@ -217,6 +230,57 @@ def test_asynchronous_training_uses_exactly_the_versions_of_the_schedule(
     make = functools.partial(make_job, "conv", samples=101, batch_size=4)
     plan = even_plan(profile_of("conv"), replicas, schedule, microbatches=4 if schedule == "2bw" else 1)
     check_same_weights(run_in_threads(plan, make), asynchronous_reference(make(), plan))
+
+
+def sections_reference(job: Job, plan: Plan) -> list[dict[str, Tensor]]:
+    """As above, section by section, so that each stage's uses of a shared weight may be of its own version."""
+    epoch, splitter = make_epoch(job, plan, 0), capture_for_plan(job, plan, CPU)
+    schedule = plan.schedule_for(epoch.minibatches)
+    sections = [splitter.section(stage.layers) for stage in plan.stages]
+    names = dict.fromkeys(name for section in sections for name in section.parameters)
+    weights = {name: next(s.parameters[name] for s in sections if name in s.parameters) for name in names}
+    optimizer = job.optimizer(list(weights.items()))
+    history = [{name: weight.detach().clone() for name, weight in weights.items()}]
+    found: dict[int, dict[str, Tensor]] = {}
+    for microbatch in range(len(epoch.samples)):
+        inputs, target = load_microbatch(job, epoch, microbatch)
+        flat, values = splitter.captured.bind(inputs), {}
+        leaves = []
+        for stage, section in enumerate(sections):
+            version = history[schedule.versions[stage][microbatch]]
+            leaves.append({name: version[name].clone().requires_grad_() for name in section.parameters})
+            arguments = [flat[place] for place in section.reads] + [values[name] for name in section.receives]
+            sent, output = section.run(leaves[stage], arguments)
+            values.update(zip(section.sends, sent, strict=True))
+        job.loss(splitter.captured.rebuild_output(output), target).backward()
+        found[microbatch] = {}
+        for own in leaves:
+            for name, leaf in own.items():
+                if leaf.grad is not None:
+                    found[microbatch][name] = found[microbatch].get(name, 0) + leaf.grad
+        if microbatch == max(schedule.round_members(0, len(history) - 1)):
+            members = schedule.round_members(0, len(history) - 1)
+            total = sum(epoch.samples[m] for m in members)
+            for name, weight in weights.items():
+                weight.grad = sum(found[m][name] * (epoch.samples[m] / total) for m in members)
+            optimizer.step()
+            history.append({name: weight.detach().clone() for name, weight in weights.items()})
+    return [{name: history[-1][name] for name in section.parameters} for section in sections]
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "vertical", "2bw"])
+@pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1), (2, 2), (3, 3)], ids=str)
+def test_a_weight_shared_by_stages_stays_equal_and_gets_all_its_gradients_under_asynchronous_schedules(
+    replicas: tuple[int, ...], schedule: str
+) -> None:
+    make = functools.partial(make_job, "tied", samples=101, batch_size=4)
+    plan = even_plan(profile_of("tied"), replicas, schedule, microbatches=4 if schedule == "2bw" else 1)
+    assert plan.pipeline.ties
+    expected = sections_reference(make(), plan)
+    for assembly in run_in_threads(plan, make):
+        for index, stage in assembly.worker.stages.items():
+            for name, parameter in stage.weights.parameters.items():
+                torch.testing.assert_close(parameter.data, expected[index][name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shares", SHARES, ids=shares_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,8 +68,15 @@ class CostModel:
 
     def backward_s(self, layers: Collection[int], device: int, *, recompute: bool = False) -> float:
         """With ``recompute``, after a second forward."""
+        return self.backward_input_s(layers, device, recompute=recompute) + self.backward_weight_s(layers, device)
+
+    def backward_input_s(self, layers: Collection[int], device: int, *, recompute: bool = False) -> float:
+        """The half of a backward that earlier stages wait for."""
         again = ("forward_s",) if recompute else ()
-        return self._sum_s(layers, device, ("backward_input_s", "backward_weight_s", *again)) * self.scale
+        return self._sum_s(layers, device, ("backward_input_s", *again)) * self.scale
+
+    def backward_weight_s(self, layers: Collection[int], device: int) -> float:
+        return self._sum_s(layers, device, ("backward_weight_s",)) * self.scale
 
     def microbatch_s(self, layers: Collection[int], device: int, schedule: Family, *, recompute: bool = False) -> float:
         """Forward and, if the schedule trains, backward."""
@@ -196,15 +204,14 @@ class PlanCosts:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.model = CostModel(profile=plan.profile, cluster=plan.cluster, microbatch_size=plan.microbatch_size)
-        alike = {}  # replicas on devices alike take as long
-        for stage, device in zip(plan.pipeline.stage_of, plan.devices, strict=True):
-            key = stage, plan.cluster.devices[device]
-            if key not in alike:
-                alike[key] = self._compute_of(plan.stages[stage], device)
-        self._compute = [
-            alike[stage, plan.cluster.devices[device]]
-            for stage, device in zip(plan.pipeline.stage_of, plan.devices, strict=True)
-        ]
+        alike: dict[Any, dict[Kind, float]] = {}  # replicas on devices alike take as long
+        self._compute: dict[tuple[int, int], dict[Kind, float]] = {}
+        for index, workers in enumerate(plan.pipeline.workers):
+            for worker in workers:
+                key = index, plan.cluster.devices[plan.devices[worker]]
+                if key not in alike:
+                    alike[key] = self._compute_of(plan.stages[index], plan.devices[worker])
+                self._compute[index, worker] = alike[key]
         self._messages: dict[tuple[Kind, int, int, int, int], float] = {}
         self._syncs: dict[int, float] = {}
 
@@ -213,11 +220,13 @@ class PlanCosts:
         return {
             Kind.FORWARD: self.model.forward_s(stage.layers, device),
             Kind.BACKWARD: self.model.backward_s(stage.layers, device, recompute=stage.recompute),
+            Kind.INPUT: self.model.backward_input_s(stage.layers, device, recompute=stage.recompute),
+            Kind.WEIGHT: self.model.backward_weight_s(stage.layers, device),
             Kind.STEP: self.model.update_s(stage.layers, device, stashed=stashed),
         }
 
     def compute_s(self, action: Action, worker: int) -> float:
-        return self._compute[worker][action.kind]
+        return self._compute[action.stage, worker][action.kind]
 
     def sync_s(self, stage: int) -> float:
         if stage not in self._syncs:
@@ -243,16 +252,19 @@ class PlanCosts:
 
     def memory_bytes(self, worker: int) -> float:
         """Peak bytes of a worker."""
-        stage = self.plan.stages[self.plan.pipeline.stage_of[worker]]
-        return self.model.stage_memory_bytes(stage, family(self.plan.schedule), self.plan.pipeline.share_of(worker))
+        pipeline, kind = self.plan.pipeline, family(self.plan.schedule)
+        return sum(
+            self.model.stage_memory_bytes(self.plan.stages[stage], kind, pipeline.share_of(worker, stage))
+            for stage in pipeline.stages_of[worker]
+        )
 
     def stage_s(self, stage: int) -> float:
         """Seconds per microbatch of a stage in steady state, its updates and averaging shared out; no waiting."""
         workers, shares = self.plan.pipeline.workers[stage], self.plan.stages[stage].shares
-        turn_s = np.array([share * self._microbatch_s(worker) for worker, share in zip(workers, shares, strict=True)])
+        turn_s = np.array([n * self._microbatch_s(stage, worker) for worker, n in zip(workers, shares, strict=True)])
         if not family(self.plan.schedule).trains:
             return float(turn_s.max()) / sum(shares)
-        update_s = np.array([self._compute[worker][Kind.STEP] for worker in workers])
+        update_s = np.array([self._compute[stage, worker][Kind.STEP] for worker in workers])
         microbatches = self.plan.microbatches if family(self.plan.schedule).accumulates else None
         return float(pace(turn_s, update_s, self.sync_s(stage), round_size=sum(shares), microbatches=microbatches))
 
@@ -260,9 +272,11 @@ class PlanCosts:
         """Seconds per microbatch on the links into the stage behind this one.
 
         All that crosses the cut, over the slowest link between any two devices of the two stages; the busiest device
-        on either side handles its share of the microbatches.
+        on either side handles its share of the microbatches. Between two stages of the same workers nothing moves.
         """
         ends = self.plan.stages[stage : stage + 2]
+        if ends[0].devices == ends[1].devices:
+            return 0.0
         return self._crossing_s(stage) * max(max(end.shares) / sum(end.shares) for end in ends)
 
     def _crossing_s(self, stage: int) -> float:
@@ -274,25 +288,49 @@ class PlanCosts:
 
     def bottleneck(self) -> tuple[int, int]:
         """What sets the pace: a stage, as (stage, stage), or the cut behind it, as (stage, stage + 1)."""
-        stages = range(self.plan.pipeline.num_stages)
-        loads = {(stage, stage): self.stage_s(stage) for stage in stages}
-        loads |= {(stage, stage + 1): self.cut_s(stage) for stage in stages[:-1]}
-        return max(loads, key=loads.__getitem__)
+        return max(self._loads_s, key=self._loads_s.__getitem__)
 
     def bottleneck_s(self) -> float:
         """The slowest stage or cut: what a microbatch takes in steady state, however many are in flight."""
-        stage, behind = self.bottleneck()
-        return self.stage_s(stage) if stage == behind else self.cut_s(stage)
+        return self._loads_s[self.bottleneck()]
+
+    @cached_property
+    def _loads_s(self) -> dict[tuple[int, int], float]:
+        """Seconds per microbatch of all stages of the same workers together, and of all cuts between the same two."""
+        stages = range(self.plan.pipeline.num_stages)
+        workers_s: dict[tuple[int, ...], float] = defaultdict(float)
+        links_s: dict[frozenset[tuple[int, ...]], float] = defaultdict(float)
+        devices = [stage.devices for stage in self.plan.stages]
+        for stage in stages:
+            workers_s[devices[stage]] += self.stage_s(stage)
+        for stage in stages[:-1]:
+            links_s[frozenset(devices[stage : stage + 2])] += self.cut_s(stage)
+        loads = {(stage, stage): workers_s[devices[stage]] for stage in stages}
+        return loads | {(stage, stage + 1): links_s[frozenset(devices[stage : stage + 2])] for stage in stages[:-1]}
 
     def fill_s(self) -> float:
-        """One microbatch through all stages but the last, forth and back: how long a synchronous pipeline fills."""
-        return sum(max(map(self._microbatch_s, workers)) for workers in self.plan.pipeline.workers[:-1])
+        """How long a synchronous pipeline fills and drains: one microbatch through the workers but the last, forth and
+        back. Where stages lie in laps, through one stage of each. Gradients of weights, where they are made apart,
+        take its place; laid out there and back, all but the way there."""
+        kind, workers = family(self.plan.schedule), self.plan.pipeline.workers
+        first_lap = range(len(set(workers)) - 1)
+        if not kind.halves:
+            return sum(self._trip_s(stage) for stage in first_lap)
+        filled = (Kind.FORWARD,) if kind.layout == "there and back" else (Kind.FORWARD, Kind.INPUT)
+        spared = () if kind.layout == "there and back" else (Kind.WEIGHT,)
+        return sum(
+            max(0.0, sum(own[k] for k in filled) - sum(own[k] for k in spared))
+            for own in (self._compute[stage, workers[stage][0]] for stage in first_lap)
+        )
+
+    def _trip_s(self, stage: int) -> float:
+        """One microbatch on the replica that takes longest."""
+        return max(self._microbatch_s(stage, worker) for worker in self.plan.pipeline.workers[stage])
 
     def latency_s(self) -> float:
         """One microbatch through all stages and cuts, alone."""
-        stages = self.plan.pipeline.workers
-        compute_s = sum(max(map(self._microbatch_s, workers)) for workers in stages)
-        return compute_s + sum(self._crossing_s(stage) for stage in range(len(stages) - 1))
+        stages = range(self.plan.pipeline.num_stages)
+        return sum(map(self._trip_s, stages)) + sum(map(self._crossing_s, stages[:-1]))
 
     def input_bytes(self, stage: int) -> float:
         """What a stage reads from earlier ones, per microbatch."""
@@ -318,7 +356,8 @@ class PlanCosts:
 
     def layers_s(self, stage: int, layers: Collection[int]) -> tuple[float, float]:
         """Forward and backward of some of a stage's layers, on the replica that takes longest for a microbatch."""
-        device = self.plan.devices[max(self.plan.pipeline.workers[stage], key=self._microbatch_s)]
+        slowest = max(self.plan.pipeline.workers[stage], key=lambda worker: self._microbatch_s(stage, worker))
+        device = self.plan.devices[slowest]
         forward_s = self.model.forward_s(layers, device)
         if not family(self.plan.schedule).trains:
             return forward_s, 0.0
@@ -329,7 +368,7 @@ class PlanCosts:
         fill_s = 0.0 if self.plan.is_asynchronous else self.fill_s()
         return self.plan.microbatches * self.bottleneck_s() + fill_s
 
-    def _microbatch_s(self, worker: int) -> float:
-        seconds = self._compute[worker]
+    def _microbatch_s(self, stage: int, worker: int) -> float:
+        seconds = self._compute[stage, worker]
         backward_s = seconds[Kind.BACKWARD] if family(self.plan.schedule).trains else 0.0
         return seconds[Kind.FORWARD] + backward_s

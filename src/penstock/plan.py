@@ -12,7 +12,8 @@ from typing import ClassVar
 from penstock.cluster import Cluster
 from penstock.errors import PlanError
 from penstock.profile import Profile
-from penstock.schedule import Pipeline, Schedule, build_schedule, family
+from penstock.schedule import Action, Kind, Pipeline, Schedule, build_schedule, check_layout, family
+from penstock.schedule.custom import check_custom, parse_custom
 
 SYNC_POLICIES = ("all-reduce",)
 
@@ -81,6 +82,8 @@ class Plan:
     """per minibatch; 1 under an asynchronous schedule and in inference, where a microbatch is a minibatch"""
     sync: str = "all-reduce"
     prediction: Prediction
+    custom: tuple[str, ...] = ()
+    """what each worker does in a minibatch, under the schedule of that name"""
 
     FORMAT: ClassVar[str] = "penstock.plan/1"
 
@@ -97,10 +100,23 @@ class Plan:
             )
         self._check_layers()
         self._check_devices()
+        if (self.schedule == "custom") != bool(self.custom):
+            raise PlanError(
+                "actions of one's own are for schedule custom, and it needs them: plan with --schedule FILE"
+            )
+        check_layout(self.schedule, self.pipeline)
+        if self.custom:
+            check_custom(self._custom_programs, self.pipeline)
 
     @property
     def is_asynchronous(self) -> bool:
         return family(self.schedule).asynchronous
+
+    @property
+    def takes_halves(self) -> bool:
+        """Whether any backward is in two."""
+        halves = (Kind.INPUT, Kind.WEIGHT)
+        return family(self.schedule).halves or any(a.kind in halves for p in self._custom_programs for a in p)
 
     @property
     def microbatch_size(self) -> float:
@@ -110,15 +126,12 @@ class Plan:
     @cached_property
     def devices(self) -> tuple[int, ...]:
         """The device of each worker."""
-        return tuple(device for stage in self.stages for device in stage.devices)
+        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
 
     @cached_property
     def pipeline(self) -> Pipeline:
         """Workers numbered stage by stage, and what they read from each other."""
-        workers, first = [], 0
-        for stage in self.stages:
-            workers.append(tuple(range(first, first + len(stage.devices))))
-            first += len(stage.devices)
+        worker_on = {device: worker for worker, device in enumerate(self.devices)}
         owner = self.stage_of_layer
         reads: list[set[int]] = [set() for _ in self.stages]
         for value in self.profile.graph.values:
@@ -126,7 +139,7 @@ class Plan:
                 if owner[consumer] != owner[value.producer]:
                     reads[owner[consumer]].add(owner[value.producer])
         return Pipeline(
-            workers=tuple(workers),
+            workers=tuple(tuple(worker_on[device] for device in stage.devices) for stage in self.stages),
             reads=tuple(tuple(sorted(r)) for r in reads),
             ties=self._ties(),
             shares=tuple(stage.shares for stage in self.stages),
@@ -138,16 +151,23 @@ class Plan:
 
     @cached_property
     def worker_names(self) -> tuple[str, ...]:
-        names = []
+        names: dict[int, list[str]] = {device: [] for device in self.devices}
         for index, stage in enumerate(self.stages):
             for replica, device in enumerate(stage.devices):
-                copy = f".{replica}" if len(stage.devices) > 1 else ""
-                names.append(f"stage {index}{copy} on device {device}")
-        return tuple(names)
+                names[device].append(f"{index}.{replica}" if len(stage.devices) > 1 else f"{index}")
+        return tuple(
+            f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} on device {device}"
+            for device, stages in names.items()
+        )
 
     def schedule_for(self, minibatches: Sequence[int]) -> Schedule:
         """The action lists for minibatches of these numbers of microbatches."""
-        return build_schedule(self.schedule, self.pipeline, minibatches, [stage.in_flight for stage in self.stages])
+        depths = [stage.in_flight for stage in self.stages]
+        return build_schedule(self.schedule, self.pipeline, minibatches, depths, self._custom_programs)
+
+    @cached_property
+    def _custom_programs(self) -> tuple[tuple[Action, ...], ...]:
+        return parse_custom(self.custom) if self.custom else ()
 
     def _ties(self) -> tuple[tuple[int, ...], ...]:
         owners: dict[str, set[int]] = defaultdict(set)
@@ -179,10 +199,9 @@ class Plan:
             raise PlanError(
                 f"{len(self.devices)} workers but {self.cluster.name} has {len(self.cluster.devices)} devices"
             )
-        seen: set[int] = set()
         for device in self.devices:
             if not 0 <= device < len(self.cluster.devices):
                 raise PlanError(f"device {device} is not in {self.cluster.name}, which has {len(self.cluster.devices)}")
-            if device in seen:
-                raise PlanError(f"device {device} is used twice; a device runs one worker")
-            seen.add(device)
+        for index, stage in enumerate(self.stages):
+            if len(set(stage.devices)) != len(stage.devices):
+                raise PlanError(f"stage {index} has devices {list(stage.devices)}; each runs one of its replicas")

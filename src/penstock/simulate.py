@@ -46,6 +46,6 @@ def simulate_schedule(plan: Plan, schedule: Schedule, samples: tuple[int, ...]) 
         ((worker, action),) = moment
         arrivals = [arrival_s(need, action, worker) for need in dependencies(action, pipeline)]
         start_s = max([free_s[worker], *arrivals])
-        ended_s[action] = free_s[worker] = start_s + costs.compute_s(action, worker)
+        ended_s[action.result] = free_s[worker] = start_s + costs.compute_s(action, worker)
         events[worker].append(Event(worker=worker, action=action, start_s=start_s, end_s=free_s[worker]))
     return merge("simulated", plan.worker_names, samples, events)

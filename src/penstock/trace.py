@@ -55,7 +55,7 @@ class Trace:
     def samples_per_s(self) -> float:
         """The steady rate, without the filling and the draining of the pipeline, so that a short and a long trace of
         the same plan agree; where a trace is too short for that, all samples over the whole span."""
-        trains = any(event.action.kind is Kind.BACKWARD for event in self.events)
+        trains = any(event.action.result.kind is Kind.BACKWARD for event in self.events)
         return self._training_rate() if trains else self._inference_rate()
 
     def _training_rate(self) -> float:
@@ -63,7 +63,7 @@ class Trace:
 
         It runs from the end of one update to the end of another, without the first and last quarter: whole rounds only.
         """
-        finished = [e for e in self.events if e.action.stage == 0 and e.action.kind is Kind.BACKWARD]
+        finished = [e for e in self.events if e.action.stage == 0 and e.action.result.kind is Kind.BACKWARD]
         updates: dict[int, dict[int, float]] = defaultdict(dict)
         for event in self.events:
             if event.action.stage == 0 and event.action.kind is Kind.STEP:

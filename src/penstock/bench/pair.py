@@ -85,6 +85,7 @@ class _SameBatch:
 class _Pair:
     def __init__(self, assembly: Assembly) -> None:
         self.assembly, self.worker, self.plan = assembly, assembly.worker, assembly.plan
+        (self.stage,) = self.worker.stages.values()
         self.batch_size = assembly.job.batch_size
         self.inputs, self.target = load_batch(assembly.job, range(self.batch_size), seed=0)
         self.flat = assembly.splitter.captured.bind(self.inputs)
@@ -93,7 +94,7 @@ class _Pair:
 
     def limit(self) -> float:
         """This stage's forward, backward and update in a loop, without any message; its peer does the same."""
-        stage = self.worker.stage
+        stage = self.stage.module
         start_s = time.perf_counter()
         for microbatch in range(self.minibatches):
             received = {
@@ -114,7 +115,7 @@ class _Pair:
         )
         self.worker.events.clear()
         self.worker.run(segment)
-        self.worker.stage.losses.clear()
+        self.stage.module.losses.clear()
         ends = [event.end_s for event in self.worker.events if event.action.kind is Kind.STEP]
         first = len(ends) // 4
         return (len(ends) - 1 - first) * self.batch_size / (ends[-1] - ends[first])
@@ -122,12 +123,12 @@ class _Pair:
     def _tensors_at_the_cut(self) -> tuple[dict[str, Tensor], dict[str, list[Tensor | None]]]:
         """What this stage receives, from the stages before it run here; and gradients for what it sends."""
         values: dict[str, Tensor] = {}
-        for stage in self.plan.stages[: self.worker.stage_index + 1]:
+        for stage in self.plan.stages[: self.stage.index + 1]:
             section = self.assembly.splitter.section(stage.layers)
             arguments = [self.flat[position] for position in section.reads] + [values[n] for n in section.receives]
             sent, _ = section.run(section.parameters, arguments)
             values.update(zip(section.sends, sent, strict=True))
-        own = self.worker.stage.section
+        own = self.stage.module.section
         return (
             {name: values[name] for name in own.receives},
             {name: [torch.ones_like(values[name])] for name in own.sends},
@@ -139,16 +140,16 @@ class _TorchPipeline:
 
     def __init__(self, pair: _Pair) -> None:
         self.pair = pair
-        worker, plan, job = pair.worker, pair.plan, pair.assembly.job
-        self.is_first, self.is_last = worker.stage_index == 0, worker.stage.section.makes_output
-        module = copy.deepcopy(worker.stage.section.module)
+        own, plan, job = pair.stage, pair.plan, pair.assembly.job
+        self.is_first, self.is_last = own.index == 0, own.module.section.makes_output
+        module = copy.deepcopy(own.module.section.module)
         self.module, self.optimizers = module, Optimizers(job.optimizer, None, list(module.named_parameters()))
         rebuild = pair.assembly.splitter.captured.rebuild_output
         stage = PipelineStage(
             _OneValue(module, rebuild if self.is_last else None),
-            worker.stage_index,
+            own.index,
             len(plan.stages),
-            worker.device,
+            pair.worker.device,
         )
         self.schedule = Schedule1F1B(stage, TORCH_MICROBATCHES, loss_fn=job.loss)
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.runtime.capture import Captured, capture
 from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
-from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.mailbox import Edge, Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.split import Splitter, check_same_model
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync, owners_of_parameters
 from penstock.runtime.transport import Transport
 from penstock.runtime.weights import Weights
-from penstock.runtime.worker import Segment, Worker
+from penstock.runtime.worker import OwnStage, Segment, Worker
 from penstock.sampling import Epoch
 from penstock.schedule import FAMILIES, family
 from penstock.sync import sync_policy
@@ -28,17 +29,14 @@ from penstock.sync import sync_policy
 
 @dataclass(frozen=True)
 class JobFeed:
-    """Reads microbatches of one epoch, at the stages that need them; elsewhere nothing is loaded."""
+    """Reads microbatches of one epoch."""
 
     job: Job
     epoch: Epoch
     captured: Captured
     device: torch.device
-    needed: bool
 
     def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
-        if not self.needed:
-            return (), None
         inputs, target = to_device(load_microbatch(self.job, self.epoch, microbatch), self.device)
         return self.captured.bind(inputs), target
 
@@ -98,7 +96,6 @@ class Assembly:
     worker: Worker
 
     def segment(self, epoch: Epoch, first_microbatch: int = 0, first_round: int = 0) -> Segment:
-        section = self.worker.stage.section
         return Segment(
             schedule=self.plan.schedule_for(epoch.minibatches),
             samples=epoch.samples,
@@ -107,7 +104,6 @@ class Assembly:
                 epoch=epoch,
                 captured=self.splitter.captured,
                 device=self.worker.device,
-                needed=bool(section.reads) or section.makes_output,
             ),
             first_microbatch=first_microbatch,
             first_round=first_round,
@@ -132,24 +128,13 @@ def assemble(
     """The worker of ``transport.rank``: its section of the model, its ends of the channels, its share of the sync."""
     splitter = capture_for_plan(job, plan, device)
     pipeline = plan.pipeline
-    index = pipeline.stage_of[transport.rank]
-    section = splitter.section(plan.stages[index].layers)
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
-    weights = Weights(section.parameters, job.optimizer, job.scheduler)
-    rebuild = splitter.captured.rebuild_output
-    stage = StageModule(
-        section,
-        weights,
-        lambda output, target: job.loss(rebuild(output), target),
-        recompute=plan.stages[index].recompute,
-    )
     clip = None
     if job.clip_norm is not None:
         clip = GlobalClip(plan, job.clip_norm, transport=transport, device=device, timeout_s=timeout_s)
     worker = Worker(
         rank=transport.rank,
-        stage_index=index,
-        stage=stage,
+        stages={stage.index: stage for stage in _own_stages(job, plan, splitter, edges, transport.rank)},
         mailbox=Mailbox(
             pipeline,
             {edge: len(names) for edge, names in edges.items()},
@@ -161,7 +146,32 @@ def assemble(
         clip=clip,
         clock=clock,
         device=device,
-        sends_to={target: names for (source, target), names in edges.items() if source == index},
-        receives_from={source: names for (source, target), names in edges.items() if target == index},
     )
     return Assembly(job, plan, splitter, worker)
+
+
+def _own_stages(
+    job: Job, plan: Plan, splitter: Splitter, edges: Mapping[Edge, tuple[str, ...]], rank: int
+) -> Iterator[OwnStage]:
+    rebuild = splitter.captured.rebuild_output
+    taken: set[str] = set()
+    for index in plan.pipeline.stages_of[rank]:
+        section = splitter.section(plan.stages[index].layers)
+        # Each stage updates its own: a weight that two of them share stays equal by its gradients, as between workers.
+        parameters = {
+            name: nn.Parameter(parameter.detach().clone(), parameter.requires_grad) if name in taken else parameter
+            for name, parameter in section.parameters.items()
+        }
+        taken |= parameters.keys()
+        yield OwnStage(
+            index=index,
+            module=StageModule(
+                section,
+                Weights(parameters, job.optimizer, job.scheduler),
+                lambda output, target: job.loss(rebuild(output), target),
+                recompute=plan.stages[index].recompute,
+                in_halves=plan.takes_halves,
+            ),
+            sends_to={target: names for (source, target), names in sorted(edges.items()) if source == index},
+            receives_from={source: names for (source, target), names in sorted(edges.items()) if target == index},
+        )

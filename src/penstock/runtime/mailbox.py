@@ -42,11 +42,13 @@ AHEAD = 2
 
 Edge = tuple[int, int]
 """(producer stage, consumer stage)"""
+Message = tuple[Action, int]
+"""What an action made, for a stage that needs it."""
 
 
 @dataclass(frozen=True)
 class _Posted:
-    action: Action
+    message: Message
     layout: Layout
     tensors: list[Tensor | None]
     pending: list[Pending]
@@ -77,13 +79,12 @@ class Mailbox:
         """``edges`` says how many values each pair of stages exchanges; as many gradients come back."""
         self.pipeline, self.edges = pipeline, edges
         self.transport, self.device, self.timeout_s = transport, device, timeout_s
-        self.stage = pipeline.stage_of[transport.rank]
         self._schedule: Schedule | None = None
         self._samples: Sequence[int] = ()
-        self._expected: dict[Channel, deque[Action]] = {}
+        self._expected: dict[Channel, deque[Message]] = {}
         self._posted: dict[Channel, deque[_Posted]] = {}
         self._headers: dict[Channel, tuple[Tensor, Pending]] = {}
-        self._arrived: dict[Action, list[Tensor | None]] = {}
+        self._arrived: dict[Message, list[Tensor | None]] = {}
         self._leaving: deque[tuple[Pending, Action, int]] = deque()
         # What both ends of a channel know of each other: layouts by edge and size, and how many tensors have passed.
         self._sent_layouts: dict[tuple[Channel, Edge, int], Layout] = {}
@@ -107,28 +108,34 @@ class Mailbox:
             if expected and not self._posted[channel] and channel not in self._headers:
                 self._headers[channel] = self._post_header(channel, expected[0])
 
-    def take(self, need: Action) -> list[Tensor | None]:
+    def take(self, need: Action, stage: int) -> list[Tensor | None]:
         """What an action of another stage made for this one, waiting for it if it is not here yet."""
         channel = (self.pipeline.worker_of(need.stage, need.index), need.kind)
-        while need not in self._arrived:
+        while (need, stage) not in self._arrived:
             if not self._posted[channel]:
                 self._post_next(channel)
             posted = self._posted[channel].popleft()
             self._see_in(posted, channel)
             if not posted.announced and is_marked(posted.tensors):
-                self._recall(channel, posted.action)
+                self._recall(channel, posted.message)
             else:
-                self._arrived[posted.action] = posted.arrived()
-        return self._arrived.pop(need)
+                self._arrived[posted.message] = posted.arrived()
+        return self._arrived.pop((need, stage))
 
     def send(self, action: Action, target_stage: int, tensors: Sequence[Tensor | None]) -> None:
         """Hand what an action made to the worker of ``target_stage`` that has the same microbatch."""
-        channel = (self.pipeline.worker_of(target_stage, action.index), action.kind)
-        key, layout = self._key(channel, action, target_stage), layout_of(tensors)
+        receiver = self.pipeline.worker_of(target_stage, action.index)
+        if receiver == self.transport.rank:
+            self._arrived[action, target_stage] = [
+                tensor if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors
+            ]
+            return
+        channel, message = (receiver, action.kind), (action, target_stage)
+        key, layout = self._key(channel, message), layout_of(tensors)
         values = [tensor.detach().contiguous() for tensor in tensors if tensor is not None]
         known = None if channel in self._announces else self._sent_layouts.get(key)
         if known is not None and (known != layout or is_marked(values)):
-            self._fill_posted(channel, action, target_stage)
+            self._fill_posted(channel, message)
             known = None
         if known is None:
             self._start_send(encode_header(layout).to(self.device), channel, action)
@@ -153,22 +160,22 @@ class Mailbox:
         number, self._received[channel] = self._received[channel], self._received[channel] + 1
         return self.transport.receive(tensor, channel, number)
 
-    def _post(self, channel: Channel, action: Action, layout: Layout, *, announced: bool) -> None:
+    def _post(self, channel: Channel, message: Message, layout: Layout, *, announced: bool) -> None:
         tensors = [None if entry is None else entry.empty(self.device) for entry in layout]
         pending = [self._start_receive(tensor, channel) for tensor in tensors if tensor is not None]
-        self._posted[channel].append(_Posted(action, layout, tensors, pending, announced))
+        self._posted[channel].append(_Posted(message, layout, tensors, pending, announced))
 
     def _post_known(self, channel: Channel, most: int) -> None:
         """Post what comes next without a header, until ``most`` are posted."""
         expected = self._expected[channel]
         while expected and len(self._posted[channel]) < most and channel not in self._announced:
-            layout = self._received_layouts.get(self._key(channel, expected[0], self.stage))
+            layout = self._received_layouts.get(self._key(channel, expected[0]))
             if layout is None:
                 break
             self._post(channel, expected.popleft(), layout, announced=False)
 
-    def _post_header(self, channel: Channel, action: Action) -> tuple[Tensor, Pending]:
-        header = empty_header(self.edges[self._edge(action, self.stage)]).to(self.device)
+    def _post_header(self, channel: Channel, message: Message) -> tuple[Tensor, Pending]:
+        header = empty_header(self.edges[self._edge(message)]).to(self.device)
         return header, self._start_receive(header, channel)
 
     def _post_next(self, channel: Channel) -> None:
@@ -176,72 +183,84 @@ class Mailbox:
         self._post_known(channel, 1)
         if self._posted[channel]:
             return
-        action = self._expected[channel].popleft()
+        message = self._expected[channel].popleft()
         if channel not in self._headers:
-            self._headers[channel] = self._post_header(channel, action)
+            self._headers[channel] = self._post_header(channel, message)
         header, pending = self._headers.pop(channel)
-        self._wait(pending, f"{action} from worker {channel[0]}")
+        self._wait(pending, f"{message[0]} from worker {channel[0]}")
         layout = decode_header(header)
         if can_be_marked(layout):
-            self._received_layouts[self._key(channel, action, self.stage)] = layout
-        self._post(channel, action, layout, announced=True)
+            self._received_layouts[self._key(channel, message)] = layout
+        self._post(channel, message, layout, announced=True)
 
     def _see_in(self, posted: _Posted, channel: Channel) -> None:
         for pending in posted.pending:
-            self._wait(pending, f"{posted.action} from worker {channel[0]}")
+            self._wait(pending, f"{posted.message[0]} from worker {channel[0]}")
 
-    def _fill_posted(self, channel: Channel, action: Action, target_stage: int) -> None:
-        """Send something of the old layouts for this action and those behind it that may be posted: see above."""
+    def _fill_posted(self, channel: Channel, message: Message) -> None:
+        """Send something of the old layouts for this message and those behind it that may be posted: see above."""
         assert self._schedule is not None
         receiver, kind = channel
         coming = list(expected_messages(self._schedule, receiver)[self.transport.rank, kind])
-        first = coming.index(action)
+        first = coming.index(message)
         for each in coming[first : first + AHEAD]:
-            layout = self._sent_layouts.get(self._key(channel, each, target_stage))
+            layout = self._sent_layouts.get(self._key(channel, each))
             if layout is None:
                 break
             for tensor in marked(layout, self.device):
-                self._start_send(tensor, channel, each)
+                self._start_send(tensor, channel, each[0])
         self._announces.add(channel)
 
-    def _recall(self, channel: Channel, action: Action) -> None:
+    def _recall(self, channel: Channel, message: Message) -> None:
         """Let the posted receives of the old layouts be filled, and expect their messages anew."""
         self._post_known(channel, AHEAD - 1)
         self._announced.add(channel)
         for posted in self._posted[channel]:
             self._see_in(posted, channel)
-        self._expected[channel].extendleft(posted.action for posted in reversed(self._posted[channel]))
-        self._expected[channel].appendleft(action)
+        self._expected[channel].extendleft(posted.message for posted in reversed(self._posted[channel]))
+        self._expected[channel].appendleft(message)
         self._posted[channel].clear()
 
-    def _key(self, channel: Channel, action: Action, target_stage: int) -> tuple[Channel, Edge, int]:
-        return channel, self._edge(action, target_stage), self._samples[action.index]
+    def _key(self, channel: Channel, message: Message) -> tuple[Channel, Edge, int]:
+        return channel, self._edge(message), self._samples[message[0].index]
 
     @staticmethod
-    def _edge(action: Action, target_stage: int) -> Edge:
+    def _edge(message: Message) -> Edge:
+        action, target_stage = message
         forward = action.kind is Kind.FORWARD
         return (action.stage, target_stage) if forward else (target_stage, action.stage)
+
+    @property
+    def _who(self) -> str:
+        rank = self.transport.rank
+        return f"worker {rank} (stage {', '.join(map(str, self.pipeline.stages_of[rank]))})"
 
     def _wait(self, pending: Pending, what: str) -> None:
         try:
             pending.wait(self.timeout_s)
         except WorkerError as error:
             raise WorkerError(
-                f"worker {self.transport.rank} (stage {self.stage}) waited for {what} (at most {self.timeout_s:g} s): "
+                f"{self._who} waited for {what} (at most {self.timeout_s:g} s): "
                 f"{error}. See what that worker reports; raise --timeout if it is only slow"
             ) from error
 
 
-def expected_messages(schedule: Schedule, worker: int) -> dict[Channel, deque[Action]]:
-    """What a worker will receive on each channel, in the order in which the sender sends it."""
+def expected_messages(schedule: Schedule, worker: int) -> dict[Channel, deque[Message]]:
+    """What a worker will receive on each channel, in the order in which the sender sends it: as its program makes it,
+    and for several stages, in their order."""
     pipeline = schedule.pipeline
-    needed: dict[Channel, set[Action]] = defaultdict(set)
+    needed: dict[Channel, dict[Action, list[int]]] = defaultdict(lambda: defaultdict(list))
     for action in schedule.programs[worker]:
         for need in dependencies(action, pipeline):
             sender = pipeline.worker_of(need.stage, need.index)
             if sender != worker:
-                needed[sender, need.kind].add(need)
+                needed[sender, need.kind][need].append(action.stage)
     return {
-        channel: deque(action for action in schedule.programs[channel[0]] if action in actions)
-        for channel, actions in needed.items()
+        channel: deque(
+            (action.result, stage)
+            for action in schedule.programs[channel[0]]
+            if action.result in readers
+            for stage in sorted(readers[action.result])
+        )
+        for channel, readers in needed.items()
     }

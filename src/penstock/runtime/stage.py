@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WorkerError
+from penstock.runtime.deferred import Deferring, PutOff
 from penstock.runtime.recompute import Computed, Recorder, forgotten
 from penstock.runtime.split import Section
 from penstock.runtime.weights import Version, Weights
@@ -28,25 +30,46 @@ class _InFlight:
     received: dict[str, Tensor]
     made: Callable[[], _Made]
     """kept since the forward, or made again for the backward"""
+    later: PutOff
+    """what the first half of its backward leaves to the second"""
+
+
+@dataclass(frozen=True)
+class _HalfDone:
+    version: Version
+    scale: float
+    round_number: int | None
+    later: PutOff
 
 
 class StageModule:
     """Computes a section and keeps what its backward will need: all that autograd saved, or the inputs alone."""
 
     def __init__(
-        self, section: Section, weights: Weights, loss: Callable[[Any, Any], Tensor], *, recompute: bool = False
+        self,
+        section: Section,
+        weights: Weights,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        recompute: bool = False,
+        in_halves: bool = False,
     ) -> None:
-        """``loss`` takes what the section's output node holds, and the target; it is called once per microbatch."""
+        """``loss`` takes what the section's output node holds, and the target; it is called once per microbatch.
+
+        ``in_halves`` lets a backward be taken in two: see ``penstock.runtime.deferred``.
+        """
         self.section, self.weights = section, weights
         self._loss = loss
         self._recorder = Recorder(section) if recompute else None
+        self._in_halves = in_halves
         self._in_flight: dict[int, _InFlight] = {}
+        self._half_done: dict[int, _HalfDone] = {}
         self.losses: dict[int, float] = {}
         """at the stage that makes the output: known after the forward or, if it recomputes, after the backward"""
 
     @property
     def in_flight(self) -> int:
-        return len(self._in_flight)
+        return len(self._in_flight) + len(self._half_done)
 
     def forward(
         self,
@@ -60,18 +83,19 @@ class StageModule:
         read, by name. What is received must be leaf tensors."""
         leaves = {name: received[name] for name in self.section.receives}
         arguments = [inputs[position] for position in self.section.reads] + list(leaves.values())
-        version = self.weights.acquire(version_number)
+        version, later = self.weights.acquire(version_number), PutOff()
         if self._recorder is None:
-            made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target)
-            self._in_flight[microbatch] = _InFlight(version, leaves, lambda: made)
+            made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target, later)
+            self._in_flight[microbatch] = _InFlight(version, leaves, lambda: made, later)
             return made.sent
         (values, _), replay = self._recorder.run(version.leaves, arguments)
-        self._in_flight[microbatch] = _InFlight(version, leaves, partial(self._make, replay.run, microbatch, target))
+        make = partial(self._make, replay.run, microbatch, target, later)
+        self._in_flight[microbatch] = _InFlight(version, leaves, make, later)
         return {name: forgotten(value) for name, value in self._by_name(values).items()}
 
-    def _make(self, compute: Callable[[], Computed], microbatch: int, target: Any) -> _Made:
+    def _make(self, compute: Callable[[], Computed], microbatch: int, target: Any, later: PutOff) -> _Made:
         """What the backward starts from, with the graph behind it."""
-        with torch.enable_grad():
+        with torch.enable_grad(), Deferring(later) if self._in_halves else nullcontext():
             values, output = compute()
             loss = self._loss(output, target) if self.section.makes_output else None
         if loss is not None:
@@ -95,11 +119,36 @@ class StageModule:
         *,
         loss_weight: float,
         scale: float,
+        round_number: int | None = None,
     ) -> dict[str, Tensor | None]:
-        """Add the microbatch's gradients to the round's; return those of the values received, by name.
+        """Add the microbatch's gradients to those of its round, by default the one that the next step consumes; return
+        those of the values received, by name.
 
         ``gradients`` holds, per value sent, what each stage that reads it found; they are summed.
         """
+        found = self.backward_input(
+            microbatch, gradients, loss_weight=loss_weight, scale=scale, round_number=round_number
+        )
+        self.backward_weight(microbatch)
+        return found
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half: what the first has left."""
+        half = self._half_done.pop(microbatch)
+        if half.later:
+            self.weights.backward(half.version, half.later.make, half.scale, half.round_number)
+        self.weights.release(half.version)
+
+    def backward_input(
+        self,
+        microbatch: int,
+        gradients: Mapping[str, list[Tensor | None]],
+        *,
+        loss_weight: float,
+        scale: float,
+        round_number: int | None = None,
+    ) -> dict[str, Tensor | None]:
+        """The first half of a backward: all that can't be put off."""
         state = self._in_flight.pop(microbatch)
         made = state.made()
         roots: list[Tensor] = []
@@ -113,6 +162,7 @@ class StageModule:
             roots.append(made.loss)
             seeds.append(torch.full_like(made.loss, loss_weight))
         if roots:
-            self.weights.backward(state.version, lambda: torch.autograd.backward(roots, seeds), scale)
-        self.weights.release(state.version)
+            compute = partial(torch.autograd.backward, roots, seeds)
+            self.weights.backward(state.version, compute, scale, round_number)
+        self._half_done[microbatch] = _HalfDone(state.version, scale, round_number, state.later)
         return {name: leaf.grad for name, leaf in state.received.items()}

@@ -4,10 +4,11 @@ norm of all stages together."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.plan import Plan
 from penstock.runtime.transport import Transport
@@ -44,30 +45,67 @@ class GradientSync:
         self.owners, self.policy = owners, policy
         self.transport, self.timeout_s = transport, timeout_s
 
-    def run(self, weights: Weights, round_index: int) -> None:
-        """Replace the round's gradients by their sum over the group of each parameter."""
-        groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        for name, parameter in weights.parameters.items():
+    def run(self, stages: Sequence[Weights], round_index: int) -> None:
+        """Replace the round's gradients by their sum over the group of each parameter, and over those of this worker's
+        stages that share it."""
+        shared: dict[str, list[Weights]] = defaultdict(list)
+        for weights in stages:
+            for name, parameter in weights.parameters.items():
+                if parameter.requires_grad:
+                    shared[name].append(weights)
+        groups: dict[tuple[int, ...], list[_Owned]] = defaultdict(list)
+        for name in sorted(shared):
+            owned = _Owned(name, shared[name])
+            owned.sum_here()
             group = self.policy.group(self.owners[name], self.transport.rank, round_index)
-            if len(group) > 1 and parameter.requires_grad:
-                groups[group].append(name)
-        for group, names in sorted(groups.items()):
-            self._sum(weights, group, sorted(names))
+            if len(group) > 1:
+                groups[group].append(owned)
+        for group, members in sorted(groups.items()):
+            self._sum(group, members)
 
-    def _sum(self, weights: Weights, group: tuple[int, ...], names: list[str]) -> None:
+    def _sum(self, group: tuple[int, ...], everything: Sequence[_Owned]) -> None:
         """One message per group and dtype. Presence travels along: a gradient that nobody has stays absent,
         as in one process, so that optimizers which decay weights leave the parameter alone."""
-        for dtype, members in _by_dtype(weights, names).items():
-            parts = [weights.gradients.get(name) for name in members]
-            present = torch.tensor([part is not None for part in parts], dtype=dtype, device=_device(weights))
-            zeros = [weights.parameters[n].new_zeros(()).expand(weights.parameters[n].shape) for n in members]
+        by_dtype: dict[torch.dtype, list[_Owned]] = defaultdict(list)
+        for owned in everything:
+            by_dtype[owned.parameter.dtype].append(owned)
+        for dtype, members in by_dtype.items():
+            parts = [owned.gradient for owned in members]
+            device = members[0].parameter.device
+            present = torch.tensor([part is not None for part in parts], dtype=dtype, device=device)
+            zeros = [owned.parameter.new_zeros(()).expand(owned.parameter.shape) for owned in members]
             tensors = [zero if part is None else part for part, zero in zip(parts, zeros, strict=True)]
             flat = torch.cat([present, *(tensor.reshape(-1) for tensor in tensors)])
             self.transport.all_reduce(flat, group, self.timeout_s)
             counts, sizes = flat[: len(members)].tolist(), [tensor.numel() for tensor in tensors]
-            for name, count, piece in zip(members, counts, torch.split(flat[len(members) :], sizes), strict=True):
+            for owned, count, piece in zip(members, counts, torch.split(flat[len(members) :], sizes), strict=True):
                 if count > 0:
-                    weights.gradients[name] = piece.view(weights.parameters[name].shape)
+                    owned.set_gradient(piece.view(owned.parameter.shape))
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A parameter with those of a worker's stages that use it; each has a copy of its own."""
+
+    name: str
+    users: Sequence[Weights]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.users[0].parameters[self.name]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return self.users[0].gradients.get(self.name)
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        for number, weights in enumerate(self.users):  # which may scale theirs in place
+            weights.gradients[self.name] = gradient if number == 0 else gradient.clone()
+
+    def sum_here(self) -> None:
+        parts = [weights.gradients[self.name] for weights in self.users if self.name in weights.gradients]
+        if len(self.users) > 1 and parts:
+            self.set_gradient(torch.stack(parts).sum(0))
 
 
 class GlobalClip:
@@ -86,34 +124,23 @@ class GlobalClip:
         self._place = {name: place for place, name in enumerate(sorted(owners))}
         self._gives = {name for name, workers in owners.items() if workers[0] == transport.rank}
 
-    def run(self, weights: Weights) -> None:
-        """Scale the round's gradients, summed over their owners already.
+    def run(self, stages: Sequence[Weights]) -> None:
+        """Scale the round's gradients of a worker's stages, summed over their owners already.
 
         The first owner of a parameter gives its norm, and every worker joins the norms in the same order: replicas and
         tied weights count once, and all workers, under any plan, find the same number to the last bit.
         """
-        given = [(name, gradient) for name, gradient in weights.gradients.items() if name in self._gives]
+        given = {name: part for weights in stages for name, part in weights.gradients.items() if name in self._gives}
         norms = torch.zeros(len(self._place), dtype=torch.float64, device=self.device)
-        for (name, _), norm in zip(given, _norms([gradient for _, gradient in given]), strict=True):
+        for name, norm in zip(given, _norms(list(given.values())), strict=True):
             norms[self._place[name]] = norm
         if len(self._everybody) > 1:
             self.transport.all_reduce(norms, self._everybody, self.timeout_s)
         scale = torch.clamp(self.limit / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
-        for gradient in weights.gradients.values():
-            gradient.mul_(scale)
+        for weights in stages:
+            for gradient in weights.gradients.values():
+                gradient.mul_(scale)
 
 
 def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(tensors) if tensors else ()
-
-
-def _by_dtype(weights: Weights, names: Iterable[str]) -> dict[torch.dtype, list[str]]:
-    found: dict[torch.dtype, list[str]] = defaultdict(list)
-    for name in names:
-        found[weights.parameters[name].dtype].append(name)
-    return found
-
-
-def _device(weights: Weights) -> torch.device:
-    tensor: Tensor = next(iter(weights.parameters.values()))
-    return tensor.device

@@ -142,10 +142,10 @@ class _Training:
         self._rounds += max(len(rounds) for rounds in segment.schedule.rounds)
 
     def _after(self, action: Action, samples: tuple[int, ...], base: int) -> None:
-        if action.kind in (Kind.FORWARD, Kind.BACKWARD) and action.index in self.worker.stage.losses:
-            loss = self.worker.stage.losses.pop(action.index)
-            self.losses[base + action.index] = (loss, samples[action.index])
-        if action.kind is Kind.BACKWARD and action.stage == 0:
+        losses = self.worker.stages[action.stage].module.losses
+        if action.of_microbatch and action.index in losses:
+            self.losses[base + action.index] = (losses.pop(action.index), samples[action.index])
+        if action.result.kind is Kind.BACKWARD and action.stage == 0:
             self.samples_done += samples[action.index]
         now_s = self.worker.clock()
         if now_s - self._published_s > 0.25 and not self.options.quiet:
@@ -182,7 +182,7 @@ class _Training:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             whom = f"worker {', '.join(map(str, missing))}" if missing else "a worker that came and then ended"
             raise WorkerError(
-                f"worker {self.rank} (stage {self.worker.stage_index}) waited for {whom} at the end of a part "
+                f"worker {self.rank} waited for {whom} at the end of a part "
                 f"(at most {self.options.timeout_s:g} s): {short_reason(error)}"
             ) from error
         return time.perf_counter()
@@ -190,21 +190,23 @@ class _Training:
     def _restore(self) -> checkpoint.Checkpoint:
         if self.options.resume is None:
             return checkpoint.Checkpoint(epoch=0, minibatches=0, steps=0, files={})
-        stage = self.worker.stage
-        return checkpoint.restore(self.options.resume, stage.section, stage.weights)
+        for stage in self.worker.stages.values():
+            index = checkpoint.restore(self.options.resume, stage.module.section, stage.weights)
+        return index
 
     def _checkpoint(self, part: Epoch, steps_before: int) -> checkpoint.Checkpoint:
         """The first replica of every stage writes; a tied parameter is written by the first stage that has it."""
         steps = steps_before + len(part.minibatches)
         directory = checkpoint.directory_of(self.run_directory.checkpoints, steps)
-        pipeline, index, stage = self.plan.pipeline, self.worker.stage_index, self.worker.stage
-        written: list[str] = []
-        if self.rank == pipeline.workers[index][0]:
-            earlier = [layer for before in self.plan.stages[:index] for layer in before.layers]
-            skip = frozenset(parameter.name for parameter in self.plan.profile.graph.parameters_of(earlier))
-            written = checkpoint.write_shard(directory, index, stage.section, stage.weights, skip=skip)
+        written: dict[int, list[str]] = {}
+        for index, stage in self.worker.stages.items():
+            if self.rank == self.plan.pipeline.workers[index][0]:
+                earlier = [layer for before in self.plan.stages[:index] for layer in before.layers]
+                skip = frozenset(parameter.name for parameter in self.plan.profile.graph.parameters_of(earlier))
+                section = stage.module.section
+                written[index] = checkpoint.write_shard(directory, index, section, stage.weights, skip=skip)
         parts = self._gather(f"checkpoint-{steps}", written)
-        files = checkpoint.shard_files({s: parts[w[0]] for s, w in enumerate(pipeline.workers)} if parts else {})
+        files = checkpoint.shard_files({int(stage): names for part in parts for stage, names in part.items()})
         done = checkpoint.Checkpoint(
             epoch=part.number, minibatches=part.first_minibatch + len(part.minibatches), steps=steps, files=files
         )

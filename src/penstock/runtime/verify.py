@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from penstock.errors import WorkerError
+from penstock.graph import Parameter
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
@@ -56,9 +58,13 @@ def save_gradients(assembly: Assembly, directory: Path) -> None:
     worker, epoch = assembly.worker, verification_epoch(assembly.job, assembly.plan)
     segment: Segment = replace(assembly.segment(epoch), schedule=_without_steps(assembly.plan, epoch))
     worker.run(segment)
-    tensors = {name: gradient.cpu().clone() for name, gradient in worker.stage.weights.gradients.items()}
+    tensors = {
+        f"{index}/{name}": gradient.cpu().clone()
+        for index, stage in worker.stages.items()
+        for name, gradient in stage.weights.gradients.items()
+    }
     save_file(tensors, directory / f"worker-{worker.rank}.safetensors")
-    losses = {str(m): loss for m, loss in worker.stage.losses.items()}
+    losses = {str(m): loss for stage in worker.stages.values() for m, loss in stage.module.losses.items()}
     (directory / f"worker-{worker.rank}.json").write_text(json.dumps(losses))
 
 
@@ -79,12 +85,12 @@ def compare(job: Job, plan: Plan, directory: Path, tolerance: float) -> Verifica
     compared, worst, worst_name = 0, 0.0, ""
     # A gradient that is zero but for rounding (a bias before batch norm) has no size of its own to compare with.
     smallest_size = 1e-2 * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
-    for rank, stage in enumerate(plan.pipeline.stage_of):
+    for rank, stages in enumerate(plan.pipeline.stages_of):
         found = load_file(directory / f"worker-{rank}.safetensors")
         losses |= {int(m): loss for m, loss in json.loads((directory / f"worker-{rank}.json").read_text()).items()}
-        owned = {p.name for p in plan.profile.graph.parameters_of(plan.stages[stage].layers)}
-        for name in owned:
-            difference = _relative_difference(found.get(name), expected.get(name), smallest_size)
+        owned = [(stage, p.name) for stage in stages for p in _parameters(plan, stage)]
+        for stage, name in owned:
+            difference = _relative_difference(found.get(f"{stage}/{name}"), expected.get(name), smallest_size)
             compared += 1
             if difference >= worst:
                 worst, worst_name = difference, name
@@ -127,12 +133,19 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 
 def _without_steps(plan: Plan, epoch: Epoch) -> Schedule:
-    name = "1f1b" if plan.is_asynchronous else plan.schedule
-    schedule = build_schedule(name, plan.pipeline, epoch.minibatches, [stage.in_flight for stage in plan.stages])
+    depths = [stage.in_flight for stage in plan.stages]
+    if plan.is_asynchronous:  # one update, as all gradients are of the same weights
+        schedule = build_schedule("1f1b", plan.pipeline, epoch.minibatches, depths)
+    else:
+        schedule = plan.schedule_for(epoch.minibatches)
     programs = tuple(
         tuple(action for action in program if action.kind is not Kind.STEP) for program in schedule.programs
     )
     return replace(schedule, programs=programs)
+
+
+def _parameters(plan: Plan, stage: int) -> Sequence[Parameter]:
+    return plan.profile.graph.parameters_of(plan.stages[stage].layers)
 
 
 def _relative_difference(found: Tensor | None, expected: Tensor | None, smallest_size: float) -> float:

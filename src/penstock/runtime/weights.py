@@ -33,8 +33,8 @@ class Weights:
     make_optimizer: MakeOptimizer
     make_scheduler: MakeScheduler | None = None
     optimizers: Optimizers = field(init=False)
-    gradients: dict[str, Tensor] = field(init=False, default_factory=dict)
-    """of the round so far; a parameter that no backward reached is absent"""
+    _rounds: dict[int, dict[str, Tensor]] = field(init=False, default_factory=dict)
+    """gradients of those under way, by the version that they will update"""
     _newest: Version = field(init=False)
     _versions: dict[int, Version] = field(init=False)
     _oldest: int = field(init=False, default=0)
@@ -51,6 +51,11 @@ class Weights:
     def version(self) -> int:
         """How many steps the weights have made."""
         return self._newest.number
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the round that the next step consumes, so far; a parameter that no backward reached is absent."""
+        return self._rounds.setdefault(self.version, {})
 
     def acquire(self, number: int | None = None) -> Version:
         """A version, the newest if none is named, kept as it is until it is released. None older is asked for again."""
@@ -71,24 +76,28 @@ class Weights:
             del self._versions[version.number]
             self._spare.append({name: leaf.detach() for name, leaf in version.leaves.items() if leaf.requires_grad})
 
-    def backward(self, version: Version, compute: Callable[[], None], scale: float) -> None:
-        """Run a backward on a version and add ``scale`` times its gradients to the round's."""
+    def backward(
+        self, version: Version, compute: Callable[[], None], scale: float, round_number: int | None = None
+    ) -> None:
+        """Run a backward on a version and add ``scale`` times its gradients to a round's: that of the next step, or
+        one that will update a later version."""
+        gradients = self.gradients if round_number is None else self._rounds.setdefault(round_number, {})
         leaves = {name: leaf for name, leaf in version.leaves.items() if leaf.requires_grad}
         adds_in_place = scale == 1.0
         if adds_in_place:  # autograd then accumulates into the round's gradients by itself
             for name, leaf in leaves.items():
-                leaf.grad = self.gradients.get(name)
+                leaf.grad = gradients.get(name)
         compute()
         for name, leaf in leaves.items():
             gradient, leaf.grad = leaf.grad, None
             if gradient is None:
                 continue
             if adds_in_place:
-                self.gradients[name] = gradient
-            elif name in self.gradients:
-                self.gradients[name].add_(gradient, alpha=scale)
+                gradients[name] = gradient
+            elif name in gradients:
+                gradients[name].add_(gradient, alpha=scale)
             else:
-                self.gradients[name] = gradient.mul_(scale)
+                gradients[name] = gradient.mul_(scale)
 
     def step(self, count: int = 0, *, keep: bool = False) -> None:
         """Update with the round's gradients, at the rate after ``count`` steps of the scheduler; versions in flight
@@ -96,10 +105,10 @@ class Weights:
         keep = keep or self._newest.in_flight > 0
         if keep:
             self._copy_on_write()
+        gradients = self._rounds.pop(self.version, {})
         for name, parameter in self.parameters.items():
-            parameter.grad = self.gradients.get(name)
+            parameter.grad = gradients.get(name)
         self.optimizers.step(count)
-        self.discard_gradients()
         for parameter in self.parameters.values():
             parameter.grad = None
         if keep:
@@ -108,9 +117,6 @@ class Weights:
             del self._versions[self._newest.number]
             self._newest.number += 1
         self._versions[self._newest.number] = self._newest
-
-    def discard_gradients(self) -> None:
-        self.gradients = {}
 
     def _new_version(self, number: int) -> Version:
         # `.data` and not `.detach()`: the leaf must not share the parameter's version counter, or autograd would

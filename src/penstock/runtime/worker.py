@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync
+from penstock.runtime.weights import Weights
 from penstock.schedule import Action, Kind, Schedule
 from penstock.trace import Event
 
@@ -56,86 +57,117 @@ class Segment:
 
 
 @dataclass(kw_only=True)
+class OwnStage:
+    """One of a worker's stages."""
+
+    index: int
+    module: StageModule
+    sends_to: dict[int, tuple[str, ...]]
+    """later stages -> the values they read from this one, in the order both ends know"""
+    receives_from: dict[int, tuple[str, ...]]
+    first_version: int = 0
+    """of the weights when the segment began"""
+
+    @property
+    def weights(self) -> Weights:
+        return self.module.weights
+
+    @property
+    def reads_data(self) -> bool:
+        return bool(self.module.section.reads) or self.module.section.makes_output
+
+
+@dataclass(kw_only=True)
 class Worker:
     rank: int
-    stage_index: int
-    stage: StageModule
+    stages: dict[int, OwnStage]
+    """by their place in the pipeline"""
     mailbox: Mailbox
     sync: GradientSync
     clock: Clock
     device: torch.device
-    sends_to: dict[int, tuple[str, ...]]
-    """later stages -> the values they read from this one, in the order both ends know"""
-    receives_from: dict[int, tuple[str, ...]]
     clip: GlobalClip | None = None
     on_action: Callable[[Action], None] = lambda action: None
     """called after every action: progress, faults injected by tests"""
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     busy_s: float = 0.0
-    _first_version: int = 0
-    """of the weights when the segment began"""
 
     def run(self, segment: Segment) -> None:
         """Do every action of this worker's program, then see the last messages out."""
         self.mailbox.begin(segment.schedule, segment.samples)
         program = segment.schedule.programs[self.rank]
-        self._first_version = self.stage.weights.version
+        for stage in self.stages.values():
+            stage.first_version = stage.weights.version
         wanted = versions_wanted(program, segment.schedule)
         for action, wanted_next in zip(program, wanted, strict=True):
             self.mailbox.post_receives()
+            stage = self.stages[action.stage]
             if action.kind is Kind.FORWARD:
-                self._forward(action, segment)
-            elif action.kind is Kind.BACKWARD:
-                self._backward(action, segment)
+                self._forward(action, stage, segment)
+            elif action.kind is Kind.WEIGHT:
+                self._timed(action, segment, partial(stage.module.backward_weight, action.index))
             elif action.kind is Kind.SYNC:
-                self._timed(action, segment, partial(self.sync.run, self.stage.weights, action.index))
-            else:
+                self._timed(action, segment, partial(self._sync, action))
+            elif action.kind is Kind.STEP:
                 # a forward still to come may want the weights as they are now
-                now = self.stage.weights.version - self._first_version
-                self._step(action, segment, keep=wanted_next <= now)
+                keep = wanted_next <= stage.weights.version - stage.first_version
+                self._step(action, stage, segment, keep=keep)
+            else:
+                self._backward(action, stage, segment)
             self.on_action(action)
         self.mailbox.finish()
 
-    def _forward(self, action: Action, segment: Segment) -> None:
+    def _forward(self, action: Action, stage: OwnStage, segment: Segment) -> None:
         received: dict[str, Tensor] = {}
-        for source, names in self.receives_from.items():
-            tensors = self.mailbox.take(Action(source, Kind.FORWARD, action.index))
+        for source, names in stage.receives_from.items():
+            tensors = self.mailbox.take(Action(source, Kind.FORWARD, action.index), stage.index)
             received.update((name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None)
-        inputs, target = segment.feed.load(action.index)
-        version = self._first_version + segment.schedule.versions[self.stage_index][action.index]
-        made = self._timed(action, segment, lambda: self.stage.forward(action.index, inputs, received, target, version))
-        for target_stage, names in self.sends_to.items():
+        inputs, target = segment.feed.load(action.index) if stage.reads_data else ((), None)
+        version = stage.first_version + segment.schedule.versions[stage.index][action.index]
+        made = self._timed(
+            action, segment, lambda: stage.module.forward(action.index, inputs, received, target, version)
+        )
+        for target_stage, names in stage.sends_to.items():
             self.mailbox.send(action, target_stage, [made[name] for name in names])
 
-    def _backward(self, action: Action, segment: Segment) -> None:
+    def _backward(self, action: Action, stage: OwnStage, segment: Segment) -> None:
+        """All of it, or the half that earlier stages wait for."""
         gradients: dict[str, list[Tensor | None]] = defaultdict(list)
-        for reader, names in self.sends_to.items():
-            tensors = self.mailbox.take(Action(reader, Kind.BACKWARD, action.index))
+        for reader, names in stage.sends_to.items():
+            tensors = self.mailbox.take(Action(reader, Kind.BACKWARD, action.index), stage.index)
             for name, tensor in zip(names, tensors, strict=True):
                 gradients[name].append(tensor)
-        loss_weight, scale = self._gradient_weights(action.index, segment)
-        found = self._timed(
-            action,
-            segment,
-            lambda: self.stage.backward(action.index, gradients, loss_weight=loss_weight, scale=scale),
+        loss_weight, scale = self._gradient_weights(stage.index, action.index, segment)
+        compute = partial(
+            stage.module.backward_input if action.kind is Kind.INPUT else stage.module.backward,
+            action.index,
+            gradients,
+            loss_weight=loss_weight,
+            scale=scale,
+            round_number=stage.first_version + segment.schedule.round_of(stage.index, action.index),
         )
-        for source, names in self.receives_from.items():
-            self.mailbox.send(action, source, [found.get(name) for name in names])
+        found = self._timed(action, segment, compute)
+        for source, names in stage.receives_from.items():
+            self.mailbox.send(action.result, source, [found.get(name) for name in names])
 
-    def _step(self, action: Action, segment: Segment, *, keep: bool) -> None:
-        weights = self.stage.weights
-        if self.clip is not None:  # not timed, as waiting for a message is not
-            self.clip.run(weights)
-        self._timed(action, segment, partial(weights.step, segment.steps_before(action.stage, action.index), keep=keep))
+    def _sync(self, action: Action) -> None:
+        together = self.mailbox.pipeline.synced_with(self.rank, action.stage)
+        self.sync.run([self.stages[stage].weights for stage in together], action.index)
 
-    def _gradient_weights(self, microbatch: int, segment: Segment) -> tuple[float, float]:
+    def _step(self, action: Action, stage: OwnStage, segment: Segment, *, keep: bool) -> None:
+        if self.clip is not None and action.stage == min(self.stages):  # not timed, as waiting for a message is not
+            self.clip.run([each.weights for each in self.stages.values()])
+        count = segment.steps_before(action.stage, action.index)
+        self._timed(action, segment, partial(stage.weights.step, count, keep=keep))
+
+    def _gradient_weights(self, stage: int, microbatch: int, segment: Segment) -> tuple[float, float]:
         """A round's gradient is the mean over its samples, however they fall into microbatches.
 
         The last stage weighs its loss by the microbatch's share of the last stage's round; a stage whose rounds
         are larger or smaller corrects by the ratio. Under a synchronous schedule all rounds are alike and it is 1.
         """
         last = segment.round_samples(segment.schedule.pipeline.num_stages - 1, microbatch)
-        return segment.samples[microbatch] / last, last / segment.round_samples(self.stage_index, microbatch)
+        return segment.samples[microbatch] / last, last / segment.round_samples(stage, microbatch)
 
     def _timed(self, action: Action, segment: Segment, compute: Callable[[], Any]) -> Any:
         start_s = self.clock()
@@ -143,7 +175,7 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         end_s = self.clock()
-        first = segment.first_microbatch if action.kind in (Kind.FORWARD, Kind.BACKWARD) else segment.first_round
+        first = segment.first_microbatch if action.of_microbatch else segment.first_round
         numbered = action._replace(index=first + action.index)
         self.events.append(Event(worker=self.rank, action=numbered, start_s=start_s, end_s=end_s))
         if action.kind is not Kind.SYNC:
@@ -152,10 +184,11 @@ class Worker:
 
 
 def versions_wanted(program: Sequence[Action], schedule: Schedule) -> list[float]:
-    """For each action, the version that the next forward after it wants; none wants an older one after that."""
-    wanted, found = math.inf, []
+    """For each action, the version that its stage's next forward wants; none wants an older one after that."""
+    wanted: dict[int, float] = {}
+    found = []
     for action in reversed(program):
-        found.append(wanted)
+        found.append(wanted.get(action.stage, math.inf))
         if action.kind is Kind.FORWARD:
-            wanted = schedule.versions[action.stage][action.index]
+            wanted[action.stage] = schedule.versions[action.stage][action.index]
     return found[::-1]

@@ -5,11 +5,13 @@ from penstock.schedule.builders import (
     FAMILIES,
     Family,
     build_schedule,
+    check_layout,
     default_depth,
     depths_with_slack,
     family,
     replica_depth,
     shallow_depths,
+    usual_depth,
 )
 from penstock.schedule.pipeline import Pipeline, dependencies, participants
 from penstock.schedule.schedule import Moment, Schedule, check, execution_order
@@ -24,6 +26,7 @@ __all__ = [
     "Schedule",
     "build_schedule",
     "check",
+    "check_layout",
     "default_depth",
     "dependencies",
     "depths_with_slack",
@@ -32,4 +35,5 @@ __all__ = [
     "participants",
     "replica_depth",
     "shallow_depths",
+    "usual_depth",
 ]

@@ -12,6 +12,10 @@ from penstock.errors import ScheduleError
 class Kind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    """the first half of a backward: the gradients of what the stage received"""
+    WEIGHT = "W"
+    """the second half: the gradients of its weights"""
     SYNC = "SYNC"
     """replicas of the stage, and stages tied to it, agree on the gradients of a round"""
     STEP = "STEP"
@@ -22,7 +26,16 @@ class Action(NamedTuple):
     stage: int
     kind: Kind
     index: int  # type: ignore[assignment]  # of no use here: tuple.index
-    """the microbatch of F and B, the round of SYNC and STEP"""
+    """the microbatch of F, B, I and W, the round of SYNC and STEP"""
+
+    @property
+    def result(self) -> Action:
+        """The name under which others wait for what this makes: half a backward hands on what a whole one does."""
+        return self._replace(kind=Kind.BACKWARD) if self.kind is Kind.INPUT else self
+
+    @property
+    def of_microbatch(self) -> bool:
+        return self.kind not in (Kind.SYNC, Kind.STEP)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.index}"

@@ -17,11 +17,16 @@ Drawn for two stages on two workers, four microbatches:
     2bw        worker 0  F0 F1       B0 F2 B1 STEP0 F3 B2    B3 STEP1
                worker 1     F0 B0 F1 B1 STEP0 F2 B2 F3 B3 STEP1
 
+    zb-h1      worker 0  F0 F1    I0 W0 I1 F2 W1 F3 I2 W2 I3 W3 STEP0
+               worker 1     F0 I0 F1 I1 W0 W1 F2 I2 F3 I3 W2 W3 STEP0
+
     inference  worker 0  F0 F1 F2 F3
                worker 1     F0 F1 F2 F3
 
 Under vertical a microbatch uses at every stage the version that it met at the first. 2bw is drawn with two microbatches
-to an update; those of an update use the weights from before the update before it.
+to an update; those of an update use the weights from before the update before it. zb-h1 makes a backward in two
+halves. Two more run several stages on a worker: interleaved, where stage 2 is on worker 0 again, and zb-v, where it is
+on worker 1. A custom schedule is read from a file (``penstock.schedule.custom``).
 """
 
 from __future__ import annotations
@@ -29,13 +34,18 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Kind
+from penstock.schedule.custom import Programs, repeat_custom
+from penstock.schedule.interleaved import interleave, warm_up
 from penstock.schedule.pipeline import Pipeline
 from penstock.schedule.schedule import Schedule, Versions, newest_versions
+from penstock.schedule.zero_bubble import pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,14 @@ class Family:
     """whether a minibatch may have several microbatches, whose gradients one update consumes"""
     most_versions: int | None = None
     """of the weights, however many microbatches are in flight"""
+    forwards_on: Literal["newest", "first stage's", "one before the newest"] = "newest"
+    """the version of the weights that a microbatch uses: that of the latest update here, of those that the first stage
+    had seen, or of the one before the latest"""
+    halves: bool = False
+    """makes backwards in two halves"""
+    layout: Literal["once", "laps", "there and back", "any"] = "once"
+    """how stages go over the workers: one on each; or several, from the first worker to the last again and again, or to
+    the last and back to the first"""
 
     def widest_round(self, microbatches: int) -> float:
         """How many microbatches a stage's replicas may share out in turn: where updates accumulate without a drain,
@@ -69,8 +87,20 @@ FAMILIES: dict[str, Family] = {
     "gpipe": Family(asynchronous=False, all_forwards_first=True, accumulates=True),
     "1f1b": Family(asynchronous=False, all_forwards_first=False, accumulates=True),
     "pipedream": Family(asynchronous=True, all_forwards_first=False),
-    "vertical": Family(asynchronous=True, all_forwards_first=False),
-    "2bw": Family(asynchronous=True, all_forwards_first=False, accumulates=True, most_versions=2),
+    "vertical": Family(asynchronous=True, all_forwards_first=False, forwards_on="first stage's"),
+    "2bw": Family(
+        asynchronous=True,
+        all_forwards_first=False,
+        accumulates=True,
+        most_versions=2,
+        forwards_on="one before the newest",
+    ),
+    "interleaved": Family(asynchronous=False, all_forwards_first=False, accumulates=True, layout="laps"),
+    "zb-h1": Family(asynchronous=False, all_forwards_first=False, accumulates=True, halves=True),
+    "zb-v": Family(
+        asynchronous=False, all_forwards_first=False, accumulates=True, halves=True, layout="there and back"
+    ),
+    "custom": Family(asynchronous=False, all_forwards_first=False, accumulates=True, layout="any"),
     "inference": Family(asynchronous=False, all_forwards_first=False, trains=False),
 }
 
@@ -89,6 +119,21 @@ def default_depth(pipeline: Pipeline, stage: int) -> int:
     share counts as that many.
     """
     return -(-sum(pipeline.round_sizes[stage:]) // pipeline.round_sizes[stage])
+
+
+def usual_depth(name: str, pipeline: Pipeline, stage: int) -> int:
+    """Microbatches in flight on a replica of a stage, as its schedule has it where memory is no constraint.
+
+    Under a zero-bubble schedule that is until their weights' gradients are made: every worker may keep as many as the
+    first. Where a worker has several stages, they share what it keeps.
+    """
+    kind, laps = family(name), len(pipeline.stages_of[pipeline.workers[stage][0]])
+    if kind.halves:
+        return -(-default_depth(pipeline, 0) // laps)
+    if laps == 1:
+        return default_depth(pipeline, stage)
+    positions = pipeline.num_stages // laps
+    return -(-(warm_up(stage % positions, positions, laps) + 1) // laps)
 
 
 def depths_with_slack(pipeline: Pipeline, rounds: float) -> list[int]:
@@ -129,24 +174,24 @@ def build_schedule(
     pipeline: Pipeline,
     minibatches: Sequence[int],
     depths: Sequence[int] | None = None,
+    custom: Programs = (),
 ) -> Schedule:
     """The schedule ``name`` for minibatches of the given numbers of microbatches.
 
     ``depths`` is each stage's number of microbatches in flight per replica. An asynchronous schedule has no common
-    minibatch: every stage steps after a round, which is one microbatch
-    per replica, or as many as its share. Inference has no rounds, and keeps nothing in flight.
+    minibatch: every stage steps after a round, which is one microbatch per replica, or as many as its share. Inference
+    has no rounds, and keeps nothing in flight. ``custom`` is what each worker does in a minibatch, for that schedule.
     """
     kind = family(name)
+    check_layout(name, pipeline)
     if not minibatches or min(minibatches) < 1:
         raise ScheduleError(f"minibatches of {list(minibatches)[:4]} microbatches; each has at least one")
-    if kind.asynchronous and pipeline.ties:
-        raise ScheduleError(
-            f"stages {pipeline.ties[0]} share a weight, which schedule {name} cannot keep equal; "
-            "use 1f1b or gpipe, or a plan with those layers in one stage"
-        )
-    depths = depths or [default_depth(pipeline, stage) for stage in range(pipeline.num_stages)]
+    if kind.asynchronous:
+        _check_ties(name, pipeline)
+    depths = depths or [usual_depth(name, pipeline, stage) for stage in range(pipeline.num_stages)]
     total = sum(minibatches)
     rounds: tuple[tuple[int, ...], ...]
+    programs: Sequence[Iterable[Action]]
     if not kind.trains:
         rounds = ((),) * pipeline.num_stages
         programs = [_forwards(pipeline, worker, total) for worker in range(pipeline.num_workers)]
@@ -170,13 +215,12 @@ def build_schedule(
                 _asynchronous(pipeline, worker, total, rounds, depths) for worker in range(pipeline.num_workers)
             ]
         else:
-            limits = [total] * len(depths) if kind.all_forwards_first else depths
-            programs = [_synchronous(pipeline, worker, spans, limits) for worker in range(pipeline.num_workers)]
+            programs = _synchronous(pipeline, spans, _minibatch_maker(kind, pipeline, depths, custom))
     made = tuple(map(tuple, programs))
     versions = newest_versions(pipeline, made, total)
-    if name == "vertical":
+    if kind.forwards_on == "first stage's":
         versions = _vertical(pipeline, versions)
-    elif name == "2bw":
+    elif kind.forwards_on == "one before the newest":
         versions = (_two_updates_ago(rounds[0], total),) * pipeline.num_stages
     return Schedule(
         name=name,
@@ -200,54 +244,148 @@ def _two_updates_ago(rounds: Sequence[int], total: int) -> tuple[int, ...]:
     return tuple(max(0, bisect.bisect_right(rounds, microbatch) - 2) for microbatch in range(total))
 
 
+def check_layout(name: str, pipeline: Pipeline) -> None:
+    """Raise unless the stages lie over the workers as the schedule has them."""
+    layout, num_stages = family(name).layout, pipeline.num_stages
+    laps = max(map(len, pipeline.stages_of))
+    if layout == "any" or (layout == "once" and laps == 1):
+        return
+    if layout == "once":
+        several = next(worker for worker, stages in enumerate(pipeline.stages_of) if len(stages) > 1)
+        raise ScheduleError(
+            f"worker {several} has stages {', '.join(map(str, pipeline.stages_of[several]))}, and schedule {name} runs "
+            "one on each; use interleaved or zb-v"
+        )
+    positions = num_stages // laps
+    places = [position_on(layout, stage, positions) for stage in range(num_stages)]
+    wanted = tuple(pipeline.workers[place] for place in places)
+    if num_stages % laps or pipeline.workers != wanted:
+        raise ScheduleError(
+            f"stages on workers {' '.join(map(str, pipeline.workers))}; schedule {name} wants each worker to have as "
+            f"many stages as any other, laid out {layout}"
+        )
+    if len(set(pipeline.shares)) > 1 and (laps > 1 or layout == "laps"):
+        raise ScheduleError(f"schedule {name} wants as many replicas of each stage, with the same shares")
+
+
+def position_on(layout: str, stage: int, positions: int) -> int:
+    """Which of the workers along a pipeline has a stage, where each has one or several."""
+    lap, place = divmod(stage, positions)
+    return positions - 1 - place if layout == "there and back" and lap % 2 else place
+
+
+MakeMinibatch = Callable[[range], Sequence[Sequence[Action]]]
+
+
+def _minibatch_maker(kind: Family, pipeline: Pipeline, depths: Sequence[int], custom: Programs) -> MakeMinibatch:
+    """What each worker does in a minibatch, before its update."""
+    if kind.layout == "any":
+        return partial(repeat_custom, custom)
+    deep = [[replica_depth(depths[stage], share) for share in shares] for stage, shares in enumerate(pipeline.shares)]
+    per_worker = [
+        {stage: deep[stage][pipeline.workers[stage].index(worker)] for stage in stages}
+        for worker, stages in enumerate(pipeline.stages_of)
+    ]
+    if kind.halves:
+        limits = [sum(own.values()) for own in per_worker]
+        one_each = max(map(len, pipeline.stages_of)) == 1
+        at_most = [
+            min(depths[stage], default_depth(pipeline, stage)) if one_each else sum(depths)
+            for stage in range(pipeline.num_stages)
+        ]
+        return lambda span: pack(pipeline, span, limits, at_most)
+    if kind.layout == "laps":
+        return partial(_interleaved, pipeline)
+    return lambda span: [
+        list(_one_stage(pipeline, worker, span, len(span) if kind.all_forwards_first else own[stage]))
+        for worker, own in enumerate(per_worker)
+        for stage in own
+    ]
+
+
+def _synchronous(pipeline: Pipeline, spans: Sequence[range], make: MakeMinibatch) -> list[list[Action]]:
+    """Minibatch after minibatch; those alike, of as many microbatches on the same replicas, are made once."""
+    programs: list[list[Action]] = [[] for _ in range(pipeline.num_workers)]
+    turn = math.lcm(*pipeline.round_sizes)
+    alike: dict[tuple[int, int], Sequence[Sequence[Action]]] = {}
+    for index, span in enumerate(spans):
+        first = span.start % turn
+        if (first, len(span)) not in alike:
+            alike[first, len(span)] = make(range(first, first + len(span)))
+        for worker, made in enumerate(alike[first, len(span)]):
+            shift = span.start - first
+            programs[worker] += [Action(stage, kind, at + shift) for stage, kind, at in made] if shift else made
+            programs[worker] += _end_of_round(pipeline, worker, index)
+    return programs
+
+
+def _one_stage(pipeline: Pipeline, worker: int, span: range, depth: int) -> Iterator[Action]:
+    (stage,) = pipeline.stages_of[worker]
+    for forward, backward in _one_forward_one_backward(pipeline.microbatches_of(worker, stage, span), depth):
+        if forward is not None:
+            yield Action(stage, Kind.FORWARD, forward)
+        if backward is not None:
+            yield Action(stage, Kind.BACKWARD, backward)
+
+
+def _interleaved(pipeline: Pipeline, span: range) -> list[list[Action]]:
+    programs = []
+    for worker, stages in enumerate(pipeline.stages_of):
+        mine = pipeline.microbatches_of(worker, stages[0], span)
+        programs.append(interleave(stages, stages[0], pipeline.num_stages // len(stages), mine))
+    return programs
+
+
 def _forwards(pipeline: Pipeline, worker: int, total: int) -> Iterator[Action]:
-    stage = pipeline.stage_of[worker]
-    for microbatch in pipeline.microbatches_of(worker, range(total)):
+    (stage,) = pipeline.stages_of[worker]
+    for microbatch in pipeline.microbatches_of(worker, stage, range(total)):
         yield Action(stage, Kind.FORWARD, microbatch)
 
 
-def _synchronous(pipeline: Pipeline, worker: int, spans: Sequence[range], depths: Sequence[int]) -> Iterator[Action]:
-    stage = pipeline.stage_of[worker]
-    for index, span in enumerate(spans):
-        mine = pipeline.microbatches_of(worker, span)
-        for forward, backward in _one_forward_one_backward(
-            mine, replica_depth(depths[stage], pipeline.share_of(worker))
-        ):
-            if forward is not None:
-                yield Action(stage, Kind.FORWARD, forward)
-            if backward is not None:
-                yield Action(stage, Kind.BACKWARD, backward)
-        yield from _end_of_round(pipeline, stage, index)
+def _check_ties(name: str, pipeline: Pipeline) -> None:
+    """Stages that share a weight add up its gradients round by round, so their rounds must be the same."""
+    for tied in pipeline.sync_stages:
+        if len({pipeline.shares[stage] for stage in tied}) > 1:
+            raise ScheduleError(
+                f"stages {', '.join(map(str, tied))} share a weight but update after different rounds under {name}; "
+                "give them as many replicas, or plan those layers into one stage, or use a synchronous schedule"
+            )
 
 
 def _asynchronous(
     pipeline: Pipeline, worker: int, total: int, rounds: Sequence[Sequence[int]], depths: Sequence[int]
 ) -> Iterator[Action]:
-    stage = pipeline.stage_of[worker]
+    (stage,) = pipeline.stages_of[worker]
     starts = rounds[stage]
-    mine = pipeline.microbatches_of(worker, range(total))
+    mine = pipeline.microbatches_of(worker, stage, range(total))
     own = [bisect.bisect_right(starts, microbatch) - 1 for microbatch in mine]
     ended, done = 0, 0
-    depth = replica_depth(depths[stage], pipeline.share_of(worker))
+    share = pipeline.share_of(worker, stage)
+    depth = replica_depth(depths[stage], share)
+    # Stages that share a weight update it together, when the first of them has got to it: the others so much later.
+    late = replica_depth(depths[pipeline.sync_stages[stage][0]], share) - depth
     for forward, backward in _one_forward_one_backward(mine, depth):
         if forward is not None:
             yield Action(stage, Kind.FORWARD, forward)
         if backward is not None:
             yield Action(stage, Kind.BACKWARD, backward)
             done += 1
-            if done < len(mine):  # a round without a microbatch of this replica's ends with the one before it
-                for index in range(ended, own[done]):
-                    yield from _end_of_round(pipeline, stage, index)
-                ended = own[done]
+            if late <= done < len(mine):  # a round without a microbatch of this replica's ends with the one before it
+                for index in range(ended, own[done - late]):
+                    yield from _end_of_round(pipeline, worker, index)
+                ended = own[done - late]
     # A replica that the last round leaves without a microbatch still takes part in it, so that all keep equal weights.
     for index in range(ended, len(starts)):
-        yield from _end_of_round(pipeline, stage, index)
+        yield from _end_of_round(pipeline, worker, index)
 
 
-def _end_of_round(pipeline: Pipeline, stage: int, index: int) -> Iterator[Action]:
-    if len(pipeline.sync_workers(stage)) > 1:
-        yield Action(stage, Kind.SYNC, index)
-    yield Action(stage, Kind.STEP, index)
+def _end_of_round(pipeline: Pipeline, worker: int, index: int) -> Iterator[Action]:
+    stages = pipeline.stages_of[worker]
+    for stage in stages:
+        if stage in pipeline.synced_with(worker, stage)[:1]:
+            yield Action(stage, Kind.SYNC, index)
+    for stage in stages:
+        yield Action(stage, Kind.STEP, index)
 
 
 def _one_forward_one_backward(microbatches: Sequence[int], depth: int) -> Iterator[tuple[int | None, int | None]]:

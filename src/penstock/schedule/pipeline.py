@@ -5,6 +5,7 @@ The deadlock check, the simulator and the worker all derive their waits and mess
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ class Pipeline:
     """Stages laid over workers: the part of a plan that a schedule depends on."""
 
     workers: tuple[tuple[int, ...], ...]
-    """of each stage, one worker per replica"""
+    """of each stage, one worker per replica; a worker may have several stages"""
     reads: tuple[tuple[int, ...], ...]
     """of each stage, the earlier stages whose values it reads"""
     ties: tuple[tuple[int, ...], ...] = ()
@@ -31,9 +32,12 @@ class Pipeline:
             raise ScheduleError("a pipeline has at least one stage")
         if len(self.reads) != len(self.workers):
             raise ScheduleError(f"{len(self.workers)} stages but {len(self.reads)} lists of what they read")
-        everyone = [worker for replicas in self.workers for worker in replicas]
-        if sorted(everyone) != list(range(len(everyone))):
-            raise ScheduleError(f"workers are {sorted(everyone)}; number them 0, 1, 2 ... and use each once")
+        everyone = sorted({worker for replicas in self.workers for worker in replicas})
+        if everyone != list(range(len(everyone))):
+            raise ScheduleError(f"workers are {everyone}; number them 0, 1, 2 ... and use each")
+        for stage, replicas in enumerate(self.workers):
+            if len(set(replicas)) != len(replicas):
+                raise ScheduleError(f"stage {stage} has workers {replicas}; each runs one of its replicas")
         for stage, sources in enumerate(self.reads):
             if any(source >= stage for source in sources):
                 raise ScheduleError(f"stage {stage} reads from {sources}; a stage reads from earlier stages only")
@@ -51,13 +55,16 @@ class Pipeline:
 
     @property
     def num_workers(self) -> int:
-        return sum(len(replicas) for replicas in self.workers)
+        return len(self.stages_of)
 
     @cached_property
-    def stage_of(self) -> tuple[int, ...]:
-        """The stage that each worker runs."""
-        owner = {worker: stage for stage, replicas in enumerate(self.workers) for worker in replicas}
-        return tuple(owner[worker] for worker in range(self.num_workers))
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each worker runs."""
+        stages: dict[int, list[int]] = defaultdict(list)
+        for stage, replicas in enumerate(self.workers):
+            for worker in replicas:
+                stages[worker].append(stage)
+        return tuple(tuple(stages[worker]) for worker in range(len(stages)))
 
     @cached_property
     def read_by(self) -> tuple[tuple[int, ...], ...]:
@@ -76,8 +83,7 @@ class Pipeline:
         """Of each stage, the microbatches in which every replica has had its share."""
         return tuple(sum(shares) for shares in self.shares)
 
-    def share_of(self, worker: int) -> int:
-        stage = self.stage_of[worker]
+    def share_of(self, worker: int, stage: int) -> int:
         return self.shares[stage][self.workers[stage].index(worker)]
 
     @cached_property
@@ -89,8 +95,7 @@ class Pipeline:
             rounds.append(tuple(replicas[place] for _, place in sorted(slots)))
         return tuple(rounds)
 
-    def microbatches_of(self, worker: int, microbatches: Iterable[int]) -> list[int]:
-        stage = self.stage_of[worker]
+    def microbatches_of(self, worker: int, stage: int, microbatches: Iterable[int]) -> list[int]:
         return [m for m in microbatches if self.worker_of(stage, m) == worker]
 
     @cached_property
@@ -105,18 +110,27 @@ class Pipeline:
 
     def sync_workers(self, stage: int) -> tuple[int, ...]:
         """The workers that run this stage's SYNC together."""
-        return tuple(worker for member in self.sync_stages[stage] for worker in self.workers[member])
+        return tuple(sorted({worker for member in self.sync_stages[stage] for worker in self.workers[member]}))
+
+    def synced_with(self, worker: int, stage: int) -> tuple[int, ...]:
+        """The stages of a worker that one SYNC of it covers, which is named after the first; none where there is
+        nobody to agree with."""
+        own = tuple(member for member in self.sync_stages[stage] if worker in self.workers[member])
+        return own if len(own) > 1 or len(self.sync_workers(stage)) > 1 else ()
 
 
 def dependencies(action: Action, pipeline: Pipeline) -> tuple[Action, ...]:
-    """The actions whose results this one needs. Where one of them runs on another worker, a message travels.
+    """The results that this action needs, each named after the action that makes it, as ``Action.result`` says. Where
+    that one runs on another worker, a message travels.
 
     A SYNC needs no result by name: it is a meeting, and ends when everyone in ``participants`` has come.
     """
     stage, kind, microbatch = action
     if kind is Kind.FORWARD:
         return tuple(Action(source, Kind.FORWARD, microbatch) for source in pipeline.reads[stage])
-    if kind is Kind.BACKWARD:
+    if kind is Kind.WEIGHT:
+        return (Action(stage, Kind.BACKWARD, microbatch),)
+    if kind in (Kind.BACKWARD, Kind.INPUT):
         gradients = tuple(Action(reader, Kind.BACKWARD, microbatch) for reader in pipeline.read_by[stage])
         return (Action(stage, Kind.FORWARD, microbatch), *gradients)
     return ()

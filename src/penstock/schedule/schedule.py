@@ -53,12 +53,12 @@ def newest_versions(pipeline: Pipeline, programs: Sequence[Sequence[Action]], mi
     """Each forward on the newest weights that its worker has."""
     found = [[0] * microbatches for _ in range(pipeline.num_stages)]
     for program in programs:
-        steps = 0
+        steps = [0] * pipeline.num_stages
         for action in program:
             if action.kind is Kind.STEP:
-                steps += 1
+                steps[action.stage] += 1
             elif action.kind is Kind.FORWARD:
-                found[action.stage][action.index] = steps
+                found[action.stage][action.index] = steps[action.stage]
     return tuple(map(tuple, found))
 
 
@@ -100,22 +100,20 @@ def execution_order(schedule: Schedule) -> Iterator[Moment]:
                 position[each] += 1
             yield moment
             runnable.extend(each for each, _ in moment if each != worker)
-            done.add(action)
-            runnable.extend(blocked_on.pop(action, ()))
+            done.add(action.result)
+            runnable.extend(blocked_on.pop(action.result, ()))
     if any(position[worker] < len(program) for worker, program in enumerate(programs)):
         raise ScheduleError(_explain_deadlock(schedule, position, done))
 
 
 def check(schedule: Schedule) -> None:
-    """Raise unless the schedule ends and does every microbatch once at every stage: forward and, to train, backward."""
-    seen: set[tuple[int, Action]] = set()
-    for moment in execution_order(schedule):
-        for entry in moment:
-            if entry in seen:
-                raise ScheduleError(f"worker {entry[0]} runs {entry[1]} twice; remove one")
-            seen.add(entry)
-    pipeline = schedule.pipeline
-    newest = newest_versions(pipeline, schedule.programs, schedule.microbatches)
+    """Raise unless every worker does what falls to it once and no more, in an order that ends: each microbatch forward
+    and, to train, backward, and each update after the gradients that it consumes."""
+    for worker, program in enumerate(schedule.programs):
+        _check_program(schedule, worker, program)
+    for _ in execution_order(schedule):
+        pass
+    newest = newest_versions(schedule.pipeline, schedule.programs, schedule.microbatches)
     for stage, (wanted, there) in enumerate(zip(schedule.versions, newest, strict=True)):
         early = next((m for m in range(schedule.microbatches) if wanted[m] > there[m]), None)
         if early is not None:
@@ -123,13 +121,58 @@ def check(schedule: Schedule) -> None:
                 f"{Action(stage, Kind.FORWARD, early)} wants weights of {wanted[early]} updates and there are "
                 f"{there[early]}; fewer microbatches may be in flight, or more in an update"
             )
+
+
+def _check_program(schedule: Schedule, worker: int, program: Sequence[Action]) -> None:
+    expected = set(_work_of(schedule, worker))
+    place: dict[Action, int] = {}
+    for at, action in enumerate(program):
+        if action in place:
+            raise ScheduleError(f"worker {worker} runs {action} twice; remove one")
+        place[action] = at
+        if action.kind in (Kind.INPUT, Kind.WEIGHT) and action._replace(kind=Kind.BACKWARD) in expected:
+            continue
+        if action not in expected:
+            raise ScheduleError(f"worker {worker} runs {action}, which is not its to run; {_runs(schedule, worker)}")
+    for action in expected - place.keys():
+        halves = [action._replace(kind=kind) for kind in (Kind.INPUT, Kind.WEIGHT)]
+        missing = [half for half in halves if half not in place]
+        if action.kind is not Kind.BACKWARD or len(missing) == 2:
+            missing = [action]
+        if missing:
+            raise ScheduleError(f"worker {worker} never runs {missing[0]}; add it")
+    for action in program:
+        if action.kind is Kind.INPUT and action._replace(kind=Kind.BACKWARD) in place:
+            raise ScheduleError(f"worker {worker} runs {action} and the whole backward too; remove one")
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT) and schedule.trains:
+            update = Action(action.stage, Kind.STEP, schedule.round_of(action.stage, action.index))
+            covering = schedule.pipeline.synced_with(worker, action.stage)
+            meeting = [Action(covering[0], Kind.SYNC, update.index)] if covering else []
+            for later in (*meeting, update):
+                if place[later] < place[action]:
+                    raise ScheduleError(f"worker {worker} runs {later} before {action}, whose gradients it consumes")
+
+
+def _work_of(schedule: Schedule, worker: int) -> Iterator[Action]:
+    """What a worker must do, with backwards whole."""
+    pipeline = schedule.pipeline
     kinds = (Kind.FORWARD, Kind.BACKWARD) if schedule.trains else (Kind.FORWARD,)
-    for stage in range(pipeline.num_stages):
-        for microbatch in range(schedule.microbatches):
-            worker = pipeline.worker_of(stage, microbatch)
+    for stage in pipeline.stages_of[worker]:
+        for microbatch in pipeline.microbatches_of(worker, stage, range(schedule.microbatches)):
             for kind in kinds:
-                if (worker, Action(stage, kind, microbatch)) not in seen:
-                    raise ScheduleError(f"worker {worker} never runs {Action(stage, kind, microbatch)}; add it")
+                yield Action(stage, kind, microbatch)
+        for index in range(len(schedule.rounds[stage])):
+            if stage in pipeline.synced_with(worker, stage)[:1]:
+                yield Action(stage, Kind.SYNC, index)
+            yield Action(stage, Kind.STEP, index)
+
+
+def _runs(schedule: Schedule, worker: int) -> str:
+    pipeline = schedule.pipeline
+    stages = pipeline.stages_of[worker]
+    mine = pipeline.microbatches_of(worker, stages[0], range(schedule.microbatches))
+    shown = ", ".join(map(str, mine[:6])) + (" ..." if len(mine) > 6 else "")
+    return f"it has stage {', '.join(map(str, stages))} and of its {schedule.microbatches} microbatches {shown}"
 
 
 def _explain_deadlock(schedule: Schedule, position: list[int], done: set[Action]) -> str:
