@@ -24,6 +24,7 @@ from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
 from penstock.report.drawing import svg_file
 from penstock.run import RunDirectory
+from penstock.schedule import FAMILIES
 from penstock.survey import Survey
 from penstock.trace import Trace
 
@@ -104,7 +105,11 @@ def plan(
     cluster: ClusterText,
     schedule: Annotated[
         str,
-        typer.Option(help="asynchronous: pipedream, vertical, 2bw; synchronous: 1f1b, gpipe; or inference"),
+        typer.Option(
+            metavar="NAME|FILE",
+            help="asynchronous: pipedream, vertical, 2bw; synchronous: 1f1b, gpipe, interleaved, zb-h1, zb-v; "
+            "inference; or a text or CSV file of actions, a line for each worker",
+        ),
     ] = "pipedream",
     microbatches: Microbatches = None,
     samples_per_s: Annotated[
@@ -140,10 +145,14 @@ def plan(
         straight=straight,
         most_stages=most_stages,
     )
+    custom: tuple[str, ...] = ()
+    if schedule not in FAMILIES and Path(schedule).is_file():
+        custom, schedule = tuple(codec.read_text(Path(schedule)).splitlines()), "custom"
     if cost == "default":
         made = make_plan(
             read,
             devices,
+            custom=custom,
             schedule=schedule,
             microbatches=microbatches,
             hints=hints,

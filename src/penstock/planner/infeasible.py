@@ -19,6 +19,11 @@ HALVINGS = 7
 def explain_infeasible(request: Request) -> str:
     """One sentence on the leanest plan there is, and the remedies that were seen to work."""
     model, cluster = request.profile.model, request.cluster
+    if request.family.layout != "once":
+        return (
+            f"no plan for {model} on {cluster.name} under schedule {request.schedule} fits its devices, keeps to the "
+            "hints and has layers for every stage; try 1f1b, which says what is missing"
+        )
     unhinted = replace(request, hints=Hints())
     if request.hints != Hints() and _leanest(_with_memory(request, math.inf)) is None:
         return f"no plan for {model} on {cluster.name} keeps to the hints; drop or change one"

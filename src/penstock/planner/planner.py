@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.cluster import Cluster
 from penstock.errors import PlanError
 from penstock.plan import Plan
@@ -9,7 +11,8 @@ from penstock.planner.hints import Hints
 from penstock.planner.infeasible import explain_infeasible
 from penstock.planner.request import CLOSE_ENOUGH, MOST_SIMULATED_WORKERS, Request, Scored
 from penstock.profile import Profile
-from penstock.schedule import family
+from penstock.schedule import check, family
+from penstock.schedule.custom import custom_lines, custom_microbatches, numbered_by_stage, parse_custom
 
 
 def make_plan(
@@ -21,26 +24,43 @@ def make_plan(
     hints: Hints | None = None,
     recompute: bool = True,
     samples_per_s: float | None = None,
+    custom: Sequence[str] = (),
 ) -> Plan:
     """The fastest plan found for this schedule; plain data parallelism and a single device are always candidates.
 
     ``microbatches`` per minibatch applies to synchronous schedules; by default they are chosen too. ``recompute``
     allows a stage that does not fit to compute its forward twice. Schedule ``inference`` asks for the lowest latency
-    at ``samples_per_s`` or more.
+    at ``samples_per_s`` or more. Schedule ``custom`` runs the lines of actions given, one for each worker, and so has
+    as many workers, stages and microbatches as they say.
     """
+    if (schedule == "custom") != bool(custom):
+        raise PlanError("schedule custom needs the actions of each worker: give --schedule the file that has them")
+    if custom:
+        programs = numbered_by_stage(parse_custom(custom))
+        custom = custom_lines(programs)
+        if len(programs) > len(cluster.devices):
+            raise PlanError(
+                f"the schedule is for {len(programs)} workers, and {cluster.name} has {len(cluster.devices)} devices"
+            )
+        written_for = custom_microbatches(programs)
+        if microbatches not in (None, written_for):
+            raise PlanError(f"the schedule is written for {written_for} microbatches; leave --microbatches out")
+        microbatches = written_for
     if (samples_per_s is not None) != (not family(schedule).trains):
         raise PlanError(
             "schedule inference needs the samples per second to serve (--samples-per-s), and no other takes them"
         )
     best: Scored | None = None
     for count in _microbatch_counts(profile, cluster, schedule, microbatches):
-        request = Request(profile, cluster, schedule, count, hints or Hints(), recompute, samples_per_s)
+        request = Request(profile, cluster, schedule, count, hints or Hints(), recompute, samples_per_s, tuple(custom))
         found = request.best()
         if best and not (found and found[0] < best[0] * CLOSE_ENOUGH):
             break
         best = found or best
     if best is None:
         raise PlanError(explain_infeasible(request))
+    if custom:
+        check(best[1].schedule_for([best[1].microbatches] * 2))
     return best[1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,10 +14,12 @@ from penstock.cost import CostModel, PlanCosts, best_shares
 from penstock.plan import Plan, Prediction, Stage
 from penstock.planner.explore import Explorer, cuts_of
 from penstock.planner.hints import Hints
+from penstock.planner.layout import cut_for, layouts
 from penstock.planner.search import Found
 from penstock.planner.stages import StageCosts
 from penstock.profile import Profile
-from penstock.schedule import Family, default_depth, depths_with_slack, family, shallow_depths
+from penstock.schedule import Family, depths_with_slack, family, shallow_depths, usual_depth
+from penstock.schedule.custom import custom_workers, parse_custom
 from penstock.simulate import simulate
 
 SIMULATED = 4
@@ -47,6 +49,8 @@ class Request:
     hints: Hints
     recompute: bool = True
     samples_per_s: float | None = None
+    custom: tuple[str, ...] = ()
+    """what each worker does in a minibatch, under the schedule of that name"""
 
     def best(self) -> Scored | None:
         """None where nothing fits."""
@@ -103,6 +107,8 @@ class Request:
     @cached_property
     def _baselines(self) -> dict[str, Plan | None]:
         """One stage with everything: on all devices, and on the one that is fastest with it and can hold it."""
+        if self.custom:
+            return {"data_parallel_s": None, "one_device_s": None}
         whole, devices = self.profile.graph.order, range(len(self.cluster.devices))
         alone = [plan for device in self._different_devices if (plan := self.plan_of([(whole, (device,))]))]
         return {
@@ -126,6 +132,8 @@ class Request:
     @cached_property
     def cuts(self) -> list[Plan]:
         """What the search finds that promises no less than the baselines, best first."""
+        if self.family.layout != "once":
+            return sorted(self._laid_out(), key=self._rank)
         known = [plan for plan in self._baselines.values() if plan and self.allowed(plan)]
         if not self.family.trains:
             found = self._explorer.quickest(self.period_limit_s)
@@ -140,6 +148,19 @@ class Request:
                 found += self._explorer.trade_offs(found[0].value_s, loosest_s)
         plans = {plan.stages: plan for each in found if (plan := self.plan_of_found(each)) and self.allowed(plan)}
         return sorted(plans.values(), key=self._rank)
+
+    def _laid_out(self) -> Iterator[Plan]:
+        """Where the schedule says which workers have which stages, the best cuts for each way to do so."""
+        ways = [custom_workers(parse_custom(self.custom))] if self.custom else layouts(self.family, self._num_devices)
+        for places in ways:
+            stages = cut_for(self.stage_costs, list(places))
+            plan = self.plan_of(stages) if stages else None
+            if plan and self.allowed(plan):
+                yield plan
+
+    @property
+    def _num_devices(self) -> int:
+        return len(self.cluster.devices)
 
     def plan_of_found(self, found: Found, *, shallow: bool = False) -> Plan | None:
         return self.plan_of([(stage.layers, stage.devices) for stage in found.stages], shallow=shallow)
@@ -159,6 +180,7 @@ class Request:
             schedule=self.schedule,
             microbatches=self.microbatches,
             prediction=NOTHING_YET,
+            custom=self.custom,
         )
         if max(plan.pipeline.round_sizes) > self.family.widest_round(self.microbatches):
             return None
@@ -181,7 +203,7 @@ class Request:
         own = -(-plan.microbatches // plan.pipeline.round_sizes[index])
         if self.family.all_forwards_first or not self.family.trains:
             return own
-        depth = default_depth(plan.pipeline, index)
+        depth = usual_depth(self.schedule, plan.pipeline, index)
         return min(depth, own) if self.family.accumulates else depth
 
     def _deepest(self, plan: Plan, index: int) -> int:
@@ -201,7 +223,19 @@ class Request:
                 if not (self.recompute and self.family.trains and self.fits(deep)):
                     return None
             stages.append(deep)
-        return replace(plan, stages=tuple(stages))
+        fitted = replace(plan, stages=tuple(stages))
+        if self._shares_workers(plan) and not self._workers_fit(fitted):
+            fitted = replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in stages))
+            return fitted if self._workers_fit(fitted) else None
+        return fitted
+
+    def _shares_workers(self, plan: Plan) -> bool:
+        return plan.pipeline.num_workers < sum(len(stage.devices) for stage in plan.stages)
+
+    def _workers_fit(self, plan: Plan) -> bool:
+        costs = PlanCosts(plan)
+        limits = [self.cluster.devices[device].memory_bytes for device in plan.devices]
+        return all(limit is None or costs.memory_bytes(worker) <= limit for worker, limit in enumerate(limits))
 
     def fits(self, stage: Stage) -> bool:
         limits = [self.cluster.devices[device].memory_bytes for device in stage.devices]

@@ -126,6 +126,8 @@ class StageCosts:
         own = -(-self.microbatches // replicas)
         if self.family.all_forwards_first:
             return own
+        if self.family.halves:  # as many as at the first stage, which may stand on all devices
+            behind = len(self.costs.cluster.devices) - replicas
         depth = -(-(behind + replicas) // replicas)
         if self.deepest is not None:
             depth = np.minimum(depth, self.deepest)

@@ -107,7 +107,7 @@ FAMILIES: dict[str, Family] = {
 
 def family(name: str) -> Family:
     if name not in FAMILIES:
-        raise ScheduleError(f"schedule {name!r} is unknown; choose one of {', '.join(FAMILIES)}")
+        raise ScheduleError(f"schedule {name!r} is unknown; choose one of {', '.join(FAMILIES)}, or a file of actions")
     return FAMILIES[name]
 
 

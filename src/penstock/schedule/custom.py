@@ -1,6 +1,6 @@
 """A schedule of the user's own, read from a text or CSV file of actions.
 
-A line for each worker, in their order, with what it does in one minibatch:
+A line for each worker with what it does in one minibatch:
 
     # zero bubble for two stages, two microbatches
     0F0 0F1 0I0 0W0 0I1 0W1
@@ -40,6 +40,16 @@ def parse_custom(lines: Sequence[str]) -> Programs:
     if not programs:
         raise ScheduleError("no actions; write a line for each worker such as 0F0 0F1 0B0 0B1")
     return tuple(programs)
+
+
+def numbered_by_stage(programs: Programs) -> Programs:
+    """The same with the workers of stage 0 first, then those of stage 1 that are not among them, and so on."""
+    order = dict.fromkeys(worker for workers in custom_workers(programs) for worker in workers)
+    return tuple(programs[worker] for worker in order)
+
+
+def custom_lines(programs: Programs) -> tuple[str, ...]:
+    return tuple(" ".join(map(str, program)) for program in programs)
 
 
 def custom_microbatches(programs: Programs) -> int:

@@ -1,0 +1,66 @@
+"""Plans whose stages have their places: several on each worker, or as a schedule of the user's own has them.
+
+What is left to choose is where to cut. The search over placements does not do it: there a device has one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from penstock.planner.stages import StageCosts, Team
+from penstock.schedule import Family
+from penstock.schedule.builders import position_on
+
+MOST_LAPS = 4
+"""More stages on a worker shorten the bubble little and send much."""
+
+Places = list[tuple[int, ...]]
+"""The devices of each stage."""
+
+
+def layouts(kind: Family, num_devices: int) -> Iterator[Places]:
+    """Ways to lay stages over the devices, in their order: pipelines of any length, with as many replicas as fill the
+    rest, and several stages on each worker."""
+    for positions in range(2, num_devices + 1):
+        replicas = num_devices // positions
+        teams = [tuple(range(p * replicas, (p + 1) * replicas)) for p in range(positions)]
+        for laps in range(2, (MOST_LAPS if kind.layout == "laps" else 2) + 1):
+            yield [teams[position_on(kind.layout, stage, positions)] for stage in range(positions * laps)]
+
+
+def cut_for(costs: StageCosts, places: Places) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
+    """Layers for each place so that the slowest stage or cut is as fast as can be; None where there are too few."""
+    every, ends = np.arange(len(costs)), []
+    best = np.where(every == 0, 0.0, np.inf)
+    for index, devices in enumerate(places):
+        behind = len({device for later in places[index + 1 :] for device in later} - set(devices))
+        period_s = costs.block(_team(costs, devices), behind, every, every).period_s
+        if index and places[index - 1] != devices:
+            link = _span(costs, (*places[index - 1], *devices))
+            best = np.maximum(best, costs.cut_s[link] / len(devices))
+        reached = np.maximum(best[:, None], period_s)
+        ends.append(reached.argmin(axis=0))
+        best = reached.min(axis=0)
+    if not np.isfinite(best[-1]):
+        return None
+    end, stages = len(costs) - 1, []
+    for devices, choice in zip(reversed(places), reversed(ends), strict=True):
+        begin = int(choice[end])
+        stages.append((costs.downsets.between(begin, end), devices))
+        end = begin
+    return stages[::-1]
+
+
+def _team(costs: StageCosts, devices: Sequence[int]) -> Team:
+    counts = [0] * len(costs.classes)
+    for device in devices:
+        counts[costs.class_of[device]] += 1
+    return Team(tuple(counts), _span(costs, devices))
+
+
+def _span(costs: StageCosts, devices: Sequence[int]) -> int:
+    """The level of the cluster that joins them."""
+    reach = costs.costs.cluster.reach
+    return next(level for level, size in enumerate(reach) if min(devices) // size == max(devices) // size)
