@@ -207,6 +207,40 @@ def test_a_receive_has_a_deadline(run: Callable[[Part], list[Any]]) -> None:
     assert run(a_receive_has_a_deadline)[1] == "in time"
 
 
+def the_peer_dies(transport: Transport) -> str:
+    if transport.rank == 0:
+        transport.send(torch.ones(3), (1, F), 0).wait(10.0)
+        return "gone"
+    transport.receive(torch.zeros(3), (0, F), 0).wait(10.0)
+    start_s = time.monotonic()
+    with pytest.raises(WorkerError, match="worker 0 has ended"):
+        transport.receive(torch.zeros(3), (0, F), 1).wait(30.0)
+    return "in time" if time.monotonic() - start_s < 20.0 else "late"
+
+
+@pytest.mark.processes
+def test_shared_memory_reports_a_dead_peer_before_the_deadline_and_names_it() -> None:
+    assert run_in_processes(the_peer_dies, over_shared_memory)[1] == "in time"
+
+
+def what_is_chosen(transport: Transport) -> list[str]:
+    with patch.object(links, "_memory_is_faster", lambda *_: True):
+        found = links.make_links([BOTH], [BOTH], device=torch.device("cpu"), timeout_s=30.0)
+    assert sums_over_the_group(found.transport) == [6.0, 12.0]
+    return list(found.chosen.values())
+
+
+def what_is_chosen_without_memory(transport: Transport) -> list[str]:
+    with patch.object(links, "Outlet", side_effect=OSError):
+        return what_is_chosen(transport)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("part", "name"), [(what_is_chosen, "shared memory"), (what_is_chosen_without_memory, "gloo")])
+def test_workers_of_a_host_share_memory_if_they_can(part: Part, name: str) -> None:
+    assert run_in_processes(part, over_torch) == [[name], [name]]
+
+
 def test_a_header_says_what_is_coming() -> None:
     layout = (TensorLayout(torch.bfloat16, (3, 0, 5), True), None, TensorLayout(torch.bool, ()))
     assert decode_header(encode_header(layout)) == layout

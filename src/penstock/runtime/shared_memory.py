@@ -41,7 +41,7 @@ SLOTS = 64
 SMALLEST_BUFFER = 2**16
 MOST_BYTES = 2**30
 """A channel's file grows no further."""
-SPIN_S = 20e-6
+SPIN_S = 50e-6
 """Looking so long before sleeping spares a wake-up; longer would take the core from a peer who shares it."""
 LOOK_S = 0.05
 """How often one who waits looks whether the peer is still there."""
