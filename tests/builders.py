@@ -315,4 +315,6 @@ def plans(draw: st.DrawFn, *, schedules: Sequence[str] = SCHEDULES) -> Plan:
         replicas[draw(st.integers(0, count - 1))] += 1
     microbatches = draw(st.integers(1, profile.batch_size)) if family(schedule).accumulates else 1
     shares = draw(replica_shares(replicas))
+    if max(map(sum, shares)) > family(schedule).widest_round(microbatches):
+        schedule, microbatches = "pipedream", 1
     return plan_of(profile, cluster, layers, replicas, schedule=schedule, microbatches=microbatches, shares=shares)

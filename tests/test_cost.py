@@ -13,7 +13,7 @@ from penstock.errors import ProfileError
 from penstock.graph import Layer, LayerGraph, Value
 from penstock.plan import Stage
 from penstock.profile import LayerSeconds, Profile
-from penstock.schedule import Action
+from penstock.schedule import Action, family
 
 
 def model(profile: Profile | None = None, cluster: Cluster | None = None, microbatch_size: float = 1) -> CostModel:
@@ -109,17 +109,17 @@ def test_memory_is_versions_and_gradient_of_weights_and_optimizer_state_and_acti
     parameters = tuple(replace(parameter, state_bytes=1000) for parameter in graph.parameters)
     costs = model(profile_of(replace(graph, parameters=parameters), [layer_seconds(1.0)] * 2), microbatch_size=3)
     stage = Stage(layers=(0, 1), devices=(0,), in_flight=4)
-    assert costs.stage_memory_bytes(stage, asynchronous=False) == 100 * 2 + 1000 + 4 * 3 * 14
-    assert costs.stage_memory_bytes(stage, asynchronous=True) == 100 * 5 + 1000 + 4 * 3 * 14
-    assert costs.stage_memory_bytes(stage, asynchronous=True, share=2) == 100 * 5 + 1000 + 7 * 3 * 14
-    assert costs.stage_memory_bytes(stage, asynchronous=False, trains=False) == 100 + 3 * 14
+    assert costs.stage_memory_bytes(stage, family("1f1b")) == 100 * 2 + 1000 + 4 * 3 * 14
+    assert costs.stage_memory_bytes(stage, family("pipedream")) == 100 * 5 + 1000 + 4 * 3 * 14
+    assert costs.stage_memory_bytes(stage, family("pipedream"), share=2) == 100 * 5 + 1000 + 7 * 3 * 14
+    assert costs.stage_memory_bytes(stage, family("inference")) == 100 + 3 * 14
 
 
 def test_a_stage_that_recomputes_keeps_its_inputs_and_the_rest_of_one_microbatch() -> None:
     profile = chain_profile([1.0] * 3, value_bytes=10, saved_bytes=100, parameter_bytes=1000)
     stage = Stage(layers=(1, 2), devices=(0,), in_flight=5, recompute=True)
     buffers = 2 * 10
-    assert model(profile).stage_memory_bytes(stage, asynchronous=False) == 2 * 2000 + 5 * 10 + 200 + buffers
+    assert model(profile).stage_memory_bytes(stage, family("1f1b")) == 2 * 2000 + 5 * 10 + 200 + buffers
     assert model(profile).backward_s([1, 2], 0, recompute=True) == model(profile).backward_s([1, 2], 0) + 2.0
 
 

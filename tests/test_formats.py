@@ -46,6 +46,7 @@ from penstock.formats.dynpipe import Column
 from penstock.formats.sparsepipe import profile_paths
 from penstock.plan import Plan, Stage
 from penstock.profile import Profile
+from penstock.schedule import family
 
 REFERENCE = Path(__file__).parents[2] / "shared" / "reference"
 needs_reference = pytest.mark.skipif(
@@ -533,7 +534,7 @@ def test_a_node_and_its_gradient_are_one_layer_and_costs_come_back() -> None:
     assert costs.transfer_s(costs.forward_bytes([0], [1, 2]), 0, 1) == 0.25
     # A node's size counts for its gradient too: as weights and their gradients do here.
     buffers = 2 * costs.forward_bytes({0, 1}, {2})
-    assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), asynchronous=False) - buffers == 4 * 64
+    assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), family("1f1b")) - buffers == 4 * 64
 
 
 def test_cpus_are_devices_of_their_own_kind_before_the_accelerators() -> None:
@@ -554,11 +555,11 @@ def test_a_graph_without_gradients_sends_none_and_keeps_every_size_once() -> Non
     assert not any(value.differentiable for value in profile.graph.values)
     costs = CostModel(profile=profile, cluster=cluster, microbatch_size=1)
     buffers = 2 * costs.forward_bytes({0, 1}, {2})
-    assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), asynchronous=False) - buffers == 2 * 64
+    assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), family("1f1b")) - buffers == 2 * 64
     uneven, _ = parse_placement(json.dumps(changed("nodes", 3, size=100.0)), source="p.json", model="toy")
     costs = CostModel(profile=uneven, cluster=cluster, microbatch_size=1)
     buffers = 2 * costs.forward_bytes({0}, {1, 2})
-    assert costs.stage_memory_bytes(Stage(layers=(0,), devices=(0,)), asynchronous=False) - buffers == 64 + 100
+    assert costs.stage_memory_bytes(Stage(layers=(0,), devices=(0,)), family("1f1b")) - buffers == 64 + 100
     assert all(value.differentiable for value in uneven.graph.values)
 
 

@@ -34,9 +34,11 @@ def test_a_plan_is_never_predicted_slower_than_data_parallelism_or_one_device(
     profile: Profile, cluster: Cluster, schedule: str
 ) -> None:
     prediction = make_plan(profile, cluster, schedule=schedule).prediction
-    assert prediction.data_parallel_s is not None
     assert prediction.one_device_s is not None
-    assert prediction.seconds_per_minibatch <= prediction.data_parallel_s
+    if prediction.data_parallel_s is None:  # more replicas than microbatches to an update
+        assert schedule == "2bw"
+    else:
+        assert prediction.seconds_per_minibatch <= prediction.data_parallel_s
     assert prediction.seconds_per_minibatch <= prediction.one_device_s
 
 

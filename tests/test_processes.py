@@ -130,6 +130,55 @@ def test_training_that_recomputes_leaves_the_weights_of_training_that_does_not(t
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
+FULL = """
+_plain = job
+
+def job():
+    from dataclasses import replace
+    from torch.optim import lr_scheduler
+    cosine = lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    return replace(_plain(), scheduler=cosine, clip_norm=0.5)
+"""
+
+
+def write_full_job(directory: Path, name: str, **numbers: int) -> Path:
+    path = write_job(directory, name, **numbers)
+    path.write_text(path.read_text() + FULL)
+    return path
+
+
+def test_a_run_repeated_has_the_same_losses_and_weights_bit_for_bit(tmp_path: Path) -> None:
+    """With dropout, a scheduler and clipping."""
+    job, plan = write_full_job(tmp_path, "noisy"), write_plan(tmp_path, "noisy", (1, 1), "1f1b", 2)
+    first, second = (trained(job, plan, tmp_path / name) for name in ("first", "second"))
+    assert len(first[1]) == 12
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_scheduler_and_clipping_go_on_from_a_checkpoint_under_another_plan(tmp_path: Path) -> None:
+    job = write_full_job(tmp_path, "tied")
+    plans = [write_plan(tmp_path, "tied", replicas, "1f1b", 2) for replicas in ((1, 1), (2, 1))]
+    through = trained(job, plans[0], tmp_path / "through", "--checkpoint-every", 4)
+    saved = RunDirectory(tmp_path / "through").checkpoints / "step-00000004"
+    resumed = trained(job, plans[1], tmp_path / "resumed", "--resume", saved)
+    torch.testing.assert_close(resumed[0], through[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(resumed[1], through[1][4:], rtol=1e-4, atol=1e-5)
+
+
+def trained(job: Path, plan: Path, directory: Path, *options: object) -> tuple[dict[str, torch.Tensor], list[float]]:
+    run = RunDirectory(directory)
+    penstock("train", job, plan, "--run-dir", run.path, *options)
+    newest = run.newest_checkpoint()
+    assert newest is not None
+    return tensors_of(newest), [loss for loss in run.load()[2].losses if loss is not None]
+
+
+def test_a_job_that_clips_is_planned_with_a_synchronous_schedule(tmp_path: Path) -> None:
+    job = write_full_job(tmp_path, "conv", samples=16, epochs=1)
+    penstock("train", job, "--run-dir", tmp_path / "run", "--json")
+    assert RunDirectory(tmp_path / "run").load()[0].schedule == "1f1b"
+
+
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 

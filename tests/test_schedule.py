@@ -36,7 +36,11 @@ actions = st.builds(Action, st.integers(0, 10**6), st.sampled_from(Kind), st.int
 def schedules(draw: st.DrawFn, names: Sequence[str] = TRAINING) -> Schedule:
     """Any replication, shares, skips and remainders; tied stages too where the schedule allows them."""
     name = draw(st.sampled_from(names))
-    return build_schedule(name, draw(pipelines(ties=not family(name).asynchronous)), draw(minibatch_sizes))
+    pipeline, sizes = draw(pipelines(ties=not family(name).asynchronous)), draw(minibatch_sizes)
+    widest = max(pipeline.round_sizes)
+    if widest > family(name).widest_round(min(sizes)):
+        sizes = [*(max(size, widest) for size in sizes[:-1]), sizes[-1]]
+    return build_schedule(name, pipeline, sizes)
 
 
 def of_kind(program: tuple[Action, ...], *kinds: Kind) -> list[Action]:
@@ -231,7 +235,9 @@ def test_pipedream_refuses_tied_stages_and_says_what_to_use() -> None:
 
 
 def test_an_unknown_schedule_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ScheduleError, match="schedule 'zigzag' is unknown; choose one of gpipe, 1f1b, pipedream, inf"):
+    with pytest.raises(
+        ScheduleError, match="schedule 'zigzag' is unknown; choose one of gpipe, 1f1b, pipedream, vertical, 2bw"
+    ):
         build_schedule("zigzag", pipeline_of([1]), [1])
 
 
@@ -341,7 +347,7 @@ def test_the_drawing_of_a_schedule_is_what_its_builder_makes(name: str) -> None:
     """Read from the module's docstring: two stages, four microbatches; dots where the drawing breaks off."""
     drawing = re.search(rf"^ +{name} +worker 0 (.*)\n +worker 1 (.*)$", builders.__doc__ or "", re.MULTILINE)
     assert drawing is not None
-    programs = build_schedule(name, pipeline_of([1, 1]), [4]).programs
+    programs = build_schedule(name, pipeline_of([1, 1]), [2, 2] if name == "2bw" else [4]).programs
     for stage, drawn in enumerate(drawing.groups()):
         shown = [f"{stage}{text}" for text in drawn.removesuffix("...").split()]
         made = [str(action) for action in programs[stage]]

@@ -18,7 +18,7 @@ from in_threads import even_plan, profile_of, run_in_threads, uneven_plan, with_
 from models import make_job
 from penstock import Job
 from penstock.errors import WorkerError
-from penstock.plan import Plan, Stage
+from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, make_epoch
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
@@ -45,7 +45,9 @@ def shares_id(shares: tuple[tuple[int, ...], ...]) -> str:
 
 def single_process(job: Job, plan: Plan) -> dict[str, Tensor]:
     """The weights after all epochs in one process, with the same minibatches and microbatches."""
-    optimizer = job.optimizer(list(job.model.named_parameters()))
+    made = job.optimizer(list(job.model.named_parameters()))
+    optimizers = [made] if isinstance(made, torch.optim.Optimizer) else made
+    schedulers = [job.scheduler(optimizer) for optimizer in optimizers] if job.scheduler else []
     job.model.train()
     for number in range(job.epochs):
         epoch = make_epoch(job, plan, number)
@@ -55,9 +57,18 @@ def single_process(job: Job, plan: Plan) -> dict[str, Tensor]:
             total = sum(epoch.samples[m] for m in members)
             for m in members:
                 (loss_of(job, epoch, m) * (epoch.samples[m] / total)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if job.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip_norm)
+            for optimizer in optimizers:
+                optimizer.step()
+            job.model.zero_grad()
+            for scheduler in schedulers:
+                if job.scheduler_steps == "minibatch":
+                    scheduler.step()
             first += count
+        for scheduler in schedulers:
+            if job.scheduler_steps == "epoch":
+                scheduler.step()
     return dict(job.model.named_parameters())
 
 
@@ -164,24 +175,10 @@ def test_every_sample_exactly_once_per_epoch(shares: tuple[tuple[int, ...], ...]
         assert asked == dict.fromkeys(range(23), 2)
 
 
-def versions_at_forward(plan: Plan, epoch: Epoch) -> list[dict[int, int]]:
-    """For each stage, microbatch -> how many updates its replica had made when its forward ran."""
-    schedule = plan.schedule_for(epoch.minibatches)
-    found: list[dict[int, int]] = [{} for _ in plan.stages]
-    for program in schedule.programs:
-        steps = 0
-        for action in program:
-            if action.kind is Kind.STEP:
-                steps += 1
-            elif action.kind is Kind.FORWARD:
-                found[action.stage][action.index] = steps
-    return found
-
-
 def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
     """One process that keeps every version of every stage's weights, and runs each microbatch on the right mix."""
     epoch = make_epoch(job, plan, 0)
-    schedule, versions = plan.schedule_for(epoch.minibatches), versions_at_forward(plan, epoch)
+    schedule = plan.schedule_for(epoch.minibatches)
     graph = plan.profile.graph
     owned = [[p.name for p in graph.parameters_of(stage.layers)] for stage in plan.stages]
     parameters = dict(job.model.named_parameters())
@@ -191,7 +188,7 @@ def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
     gradients: dict[int, dict[str, Tensor]] = {}
     done = [0] * len(plan.stages)
     for microbatch in range(len(epoch.samples)):
-        mix = {n: t for s, names in enumerate(history) for n, t in names[versions[s][microbatch]].items()}
+        mix = {n: t for s, names in enumerate(history) for n, t in names[schedule.versions[s][microbatch]].items()}
         leaves = {n: t.clone().requires_grad_() for n, t in mix.items()}
         inputs, target = load_microbatch(job, epoch, microbatch)
         args, kwargs = call_arguments(inputs)
@@ -212,10 +209,13 @@ def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
     return parameters
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "vertical", "2bw"])
 @pytest.mark.parametrize("replicas", [(1,), (1, 1), (1, 1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (2, 3)], ids=str)
-def test_asynchronous_training_uses_exactly_the_versions_of_the_schedule(replicas: tuple[int, ...]) -> None:
+def test_asynchronous_training_uses_exactly_the_versions_of_the_schedule(
+    replicas: tuple[int, ...], schedule: str
+) -> None:
     make = functools.partial(make_job, "conv", samples=101, batch_size=4)
-    plan = even_plan(profile_of("conv"), replicas, "pipedream")
+    plan = even_plan(profile_of("conv"), replicas, schedule, microbatches=4 if schedule == "2bw" else 1)
     check_same_weights(run_in_threads(plan, make), asynchronous_reference(make(), plan))
 
 
@@ -255,32 +255,3 @@ def test_a_wait_has_a_deadline_and_names_whom_it_waited_for() -> None:
 
     with pytest.raises(WorkerError, match=r"worker 0 \(stage 0\) waited for 1B0 from worker 1 .*0\.3 s"):
         run_in_threads(plan, lambda: make_job("conv"), work=work, timeout_s=0.3)
-
-
-class Shrinking:
-    """Sequences that are shorter after the first ``whole`` that were asked for."""
-
-    def __init__(self, whole: int) -> None:
-        self.whole, self.asked = whole, 0
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.asked += 1
-        return torch.zeros(3 if self.asked <= self.whole else 2, 6), torch.tensor(0)
-
-
-def test_a_shape_that_changes_between_equal_batches_is_a_named_error() -> None:
-    """Capture and the first microbatch see four samples each."""
-    plan = even_plan(profile_of("recurrent"), (1, 1), "pipedream")
-    plan = replace(plan, stages=cut_behind(plan, "lstm"))
-    with pytest.raises(WorkerError, match="pad the data"):
-        run_in_threads(plan, lambda: replace(make_job("recurrent"), data=Shrinking(whole=8)), timeout_s=10.0)
-
-
-def cut_behind(plan: Plan, name: str) -> tuple[Stage, ...]:
-    layers = plan.profile.graph.layers
-    end = next(layer.id for layer in layers if layer.name == name) + 1
-    ids = [layer.id for layer in layers]
-    return tuple(replace(s, layers=tuple(part)) for s, part in zip(plan.stages, (ids[:end], ids[end:]), strict=True))

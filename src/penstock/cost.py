@@ -13,7 +13,7 @@ from penstock.cluster import Cluster, Level
 from penstock.graph import Value
 from penstock.plan import Plan, Stage
 from penstock.profile import LayerSeconds, Profile
-from penstock.schedule import Action, Kind, family, replica_depth
+from penstock.schedule import Action, Family, Kind, family, replica_depth
 
 MOST_SHARES = 4
 """A replica takes at most so many microbatches of a round: longer rounds update less often."""
@@ -95,7 +95,7 @@ class CostModel:
         """What returns from ``target`` to ``source``: the gradients of what went forward."""
         return self.scale * sum(value.num_bytes for value in self._crossing(source, target) if value.differentiable)
 
-    def stage_memory_bytes(self, stage: Stage, *, asynchronous: bool, share: int = 1, trains: bool = True) -> float:
+    def stage_memory_bytes(self, stage: Stage, schedule: Family, share: int = 1) -> float:
         """Peak bytes of a replica with such a share: weight versions, gradients, optimizer state, what is kept of the
         microbatches in flight, and buffers for one message each way, forward and backward."""
         graph, layers = self.profile.graph, set(stage.layers)
@@ -110,9 +110,9 @@ class CostModel:
                 received=received,
                 sent=sent,
                 in_flight=replica_depth(stage.in_flight, share),
-                versions=stage.in_flight if asynchronous else 1,
+                versions=schedule.versions(stage.in_flight),
                 recompute=stage.recompute,
-                trains=trains,
+                trains=schedule.trains,
             )
         )
 
@@ -239,8 +239,7 @@ class PlanCosts:
     def memory_bytes(self, worker: int) -> float:
         """Peak bytes of a worker."""
         stage = self.plan.stages[self.plan.pipeline.stage_of[worker]]
-        share, trains = self.plan.pipeline.share_of(worker), family(self.plan.schedule).trains
-        return self.model.stage_memory_bytes(stage, asynchronous=self.plan.is_asynchronous, share=share, trains=trains)
+        return self.model.stage_memory_bytes(stage, family(self.plan.schedule), self.plan.pipeline.share_of(worker))
 
     def stage_s(self, stage: int) -> float:
         """Seconds per microbatch of a stage in steady state, its updates and averaging shared out; no waiting."""
@@ -249,7 +248,7 @@ class PlanCosts:
         if not family(self.plan.schedule).trains:
             return float(turn_s.max()) / sum(shares)
         update_s = np.array([self._compute[worker][Kind.STEP] for worker in workers])
-        microbatches = None if self.plan.is_asynchronous else self.plan.microbatches
+        microbatches = self.plan.microbatches if family(self.plan.schedule).accumulates else None
         return float(pace(turn_s, update_s, self.sync_s(stage), round_size=sum(shares), microbatches=microbatches))
 
     def cut_s(self, stage: int) -> float:
@@ -322,9 +321,8 @@ class PlanCosts:
 
     def minibatch_s(self) -> float:
         """A minibatch's microbatches at the bottleneck's pace, and what it takes to fill a synchronous pipeline."""
-        if self.plan.is_asynchronous:
-            return self.bottleneck_s()
-        return self.plan.microbatches * self.bottleneck_s() + self.fill_s()
+        fill_s = 0.0 if self.plan.is_asynchronous else self.fill_s()
+        return self.plan.microbatches * self.bottleneck_s() + fill_s
 
     def _microbatch_s(self, worker: int) -> float:
         seconds = self._compute[worker]

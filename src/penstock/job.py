@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.errors import JobError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 class Samples(Protocol):
@@ -29,8 +30,8 @@ class Job:
     """(inputs, target) by index. Inputs go to the model: a tensor or tuple by position, a dict by name"""
     loss: Callable[[Any, Any], Tensor]
     """loss(model output, target), a mean over the samples"""
-    optimizer: Callable[[Any], Optimizer]
-    """makes the optimizer of a stage from its (name, parameter) pairs, which every torch.optim optimizer takes"""
+    optimizer: Callable[[Any], Optimizer | Sequence[Optimizer]]
+    """makes the optimizer of a stage, or several, from its (name, parameter) pairs, which all of torch.optim take"""
     batch_size: int
     """samples per minibatch, which is one optimizer step"""
     epochs: int = 1
@@ -38,12 +39,22 @@ class Job:
     """of the order of the samples, and of dropout"""
     collate: Callable[[list[Any]], Any] | None = None
     """turns a list of samples into a batch; torch's default_collate if not given"""
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    """makes the learning-rate scheduler of an optimizer: any of torch.optim.lr_scheduler that follows a step count"""
+    scheduler_steps: Literal["minibatch", "epoch"] = "minibatch"
+    """after what a scheduler steps"""
+    clip_norm: float | None = None
+    """the most that the norm of all gradients together may be, as in clip_grad_norm_; for synchronous schedules"""
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "epochs"):
             number = getattr(self, field)
             if not isinstance(number, int) or number < 1:
                 raise JobError(f"Job.{field} is {number!r}; it must be a whole number of at least 1")
+        if self.scheduler_steps not in ("minibatch", "epoch"):
+            raise JobError(f"Job.scheduler_steps is {self.scheduler_steps!r}; choose 'minibatch' or 'epoch'")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise JobError(f"Job.clip_norm is {self.clip_norm!r}; it must be above 0, or None to leave gradients alone")
         if not hasattr(self.data, "__len__") or not hasattr(self.data, "__getitem__"):
             raise JobError("Job.data has no length or no items by index; give a map-style dataset (or a list)")
         if len(self.data) < 1:

@@ -56,6 +56,12 @@ class Epoch:
         """The place of microbatch 0 in the whole epoch."""
         return sum(self._all_minibatches[: self.first_minibatch])
 
+    @cached_property
+    def minibatches_before(self) -> tuple[int, ...]:
+        """Of each microbatch, how many minibatches of the whole run come before its own."""
+        first = self.number * len(self._all_minibatches) + self.first_minibatch
+        return tuple(first + i for i, count in enumerate(self.minibatches) for _ in range(count))
+
     def indices(self, microbatch: int) -> list[int]:
         """The samples of one microbatch."""
         if not 0 <= microbatch < len(self.samples):

@@ -23,6 +23,7 @@ from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
 from penstock.runtime.data import load_batch
 from penstock.runtime.links import make_links, talking_pairs
+from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.train import worker_process
 from penstock.runtime.worker import Segment
 from penstock.schedule import Kind
@@ -141,7 +142,7 @@ class _TorchPipeline:
         worker, plan, job = pair.worker, pair.plan, pair.assembly.job
         self.is_first, self.is_last = worker.stage_index == 0, worker.stage.section.makes_output
         module = copy.deepcopy(worker.stage.section.module)
-        self.optimizer = job.optimizer(list(module.named_parameters()))
+        self.module, self.optimizers = module, Optimizers(job.optimizer, None, list(module.named_parameters()))
         rebuild = pair.assembly.splitter.captured.rebuild_output
         stage = PipelineStage(
             _OneValue(module, rebuild if self.is_last else None),
@@ -155,13 +156,13 @@ class _TorchPipeline:
         start_s = time.perf_counter()
         minibatches = self.pair.minibatches // 2  # as a rule it takes longer; each is a whole fill and drain anyway
         for _ in range(minibatches):
-            self.optimizer.zero_grad()
+            self.module.zero_grad()
             if self.is_first:
                 self.schedule.step(*self.pair.flat)
             else:
                 losses: list[Tensor] = []
                 self.schedule.step(target=self.pair.target if self.is_last else None, losses=losses)
-            self.optimizer.step()
+            self.optimizers.step(0)
         return minibatches * self.pair.batch_size / (time.perf_counter() - start_s)
 
 

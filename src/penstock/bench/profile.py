@@ -15,6 +15,7 @@ from penstock.profile import Profile
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_batch
 from penstock.runtime.machine import share_of_machine
+from penstock.runtime.optimizers import Optimizers
 
 ROUNDS = 5
 STEPS = 10
@@ -53,13 +54,13 @@ def _whole_step_s(job: Job) -> float:
     """The median of ordinary training steps of the unmodified model."""
     inputs, target = load_batch(job, range(job.batch_size), seed=0)
     args, kwargs = call_arguments(inputs)
-    optimizer = job.optimizer(list(job.model.named_parameters()))
+    optimizers = Optimizers(job.optimizer, None, list(job.model.named_parameters()))
     job.model.train()
     times = []
     for _ in range(STEPS):
         start_s = time.perf_counter()
         torch.autograd.backward(job.loss(job.model(*args, **kwargs), target))
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizers.step(0)
+        job.model.zero_grad()
         times.append(time.perf_counter() - start_s)
     return statistics.median(times[2:])

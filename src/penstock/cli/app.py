@@ -103,7 +103,8 @@ def plan(
     ],
     cluster: ClusterText,
     schedule: Annotated[
-        str, typer.Option(help="pipedream (asynchronous), 1f1b or gpipe (synchronous), or inference (forward only)")
+        str,
+        typer.Option(help="asynchronous: pipedream, vertical, 2bw; synchronous: 1f1b, gpipe; or inference"),
     ] = "pipedream",
     microbatches: Microbatches = None,
     samples_per_s: Annotated[
@@ -272,7 +273,8 @@ def train(
     if plan is None:
         from penstock.planner import make_plan
 
-        made = make_plan(_profile(job, None, 1), read_cluster(cluster))
+        schedule = workers.schedule_for(job)
+        made = make_plan(_profile(job, None, 1), read_cluster(cluster), schedule=schedule)
         if not as_json:
             shown.print_table(shown.plan_table(made))
         codec.save(made, directory.plan)

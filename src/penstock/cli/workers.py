@@ -70,6 +70,11 @@ def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profil
         )
 
 
+def schedule_for(job_file: Path) -> str:
+    """The schedule to plan with where none was asked for: a job that clips needs a synchronous one."""
+    return "pipedream" if load_job(job_file).clip_norm is None else "1f1b"
+
+
 def train(job_file: Path, plan_file: Path, options: Options) -> None:
     """Start the workers on this machine and wait; on a signal say where the newest checkpoint is."""
     plan = _check_input(job_file, plan_file)

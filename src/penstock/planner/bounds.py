@@ -77,7 +77,7 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
     def area_s(replicas: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Device seconds per microbatch."""
         overhead_s = update_s + wire_s * (replicas - 1) / replicas
-        return compute_s + (overhead_s if family.asynchronous else overhead_s * replicas / microbatches)
+        return compute_s + (overhead_s * replicas / microbatches if family.accumulates else overhead_s)
 
     def possible(period_s: float) -> bool:
         replicas = np.ones(len(layers))

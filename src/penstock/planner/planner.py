@@ -46,7 +46,7 @@ def make_plan(
 
 def _microbatch_counts(profile: Profile, cluster: Cluster, schedule: str, asked: int | None) -> list[int]:
     """Those to try, most first: they fill a synchronous pipeline best, but each has its own latencies."""
-    if family(schedule).asynchronous or not family(schedule).trains:
+    if not family(schedule).accumulates:
         if asked not in (None, 1):
             raise PlanError(f"schedule {schedule} has no minibatch beyond the microbatch; leave --microbatches out")
         return [1]

@@ -160,6 +160,8 @@ class Request:
             microbatches=self.microbatches,
             prediction=NOTHING_YET,
         )
+        if max(plan.pipeline.round_sizes) > self.family.widest_round(self.microbatches):
+            return None
         if shallow:
             return self._fitted(plan, shallow_depths(plan.pipeline, [self._deepest(plan, i) for i in range(len(made))]))
         return self._fitted(plan, [self._depth(plan, index) for index in range(len(made))])
@@ -184,7 +186,7 @@ class Request:
         if self.family.all_forwards_first or not self.family.trains:
             return own
         depth = default_depth(plan.pipeline, index)
-        return depth if self.family.asynchronous else min(depth, own)
+        return min(depth, own) if self.family.accumulates else depth
 
     def _deepest(self, plan: Plan, index: int) -> int:
         """The most in flight that fits, recomputing if that is allowed; at least one."""
@@ -211,9 +213,7 @@ class Request:
         return all(limit is None or self.need_bytes(stage, share) <= limit for limit, share in different)
 
     def need_bytes(self, stage: Stage, share: int) -> float:
-        return self.costs.stage_memory_bytes(
-            stage, asynchronous=self.family.asynchronous, share=share, trains=self.family.trains
-        )
+        return self.costs.stage_memory_bytes(stage, self.family, share)
 
     def _shallow(self) -> list[Plan]:
         """Where nothing fits at the depth that keeps every stage busy: the same stages with fewer in flight."""
@@ -251,6 +251,7 @@ class Request:
         minibatches = len(plan.devices) + 4
         if plan.is_asynchronous:  # long enough for a steady rate: filling and draining take what is in flight
             minibatches = 4 * len(plan.devices) + 4 * plan.pipeline.round_sizes[0] * first.in_flight + 16
+            minibatches = -(-minibatches // plan.microbatches) + 2
         rate = simulate(plan, minibatches).samples_per_s
         simulated_s = plan.profile.batch_size / rate if rate > 0 else 0.0
         if not plan.is_asynchronous:  # the simulator lets messages of different pairs of workers pass each other

@@ -130,7 +130,7 @@ class StageCosts:
         depth = -(-(behind + replicas) // replicas)
         if self.deepest is not None:
             depth = np.minimum(depth, self.deepest)
-        return depth if self.family.asynchronous else np.minimum(depth, own)
+        return np.minimum(depth, own) if self.family.accumulates else depth
 
     def _timed(self, team: Team, depth: int, begin: Ints, end: Ints, *, again: bool) -> _Timed:
         kinds = [kind for kind, count in enumerate(team.counts) if count]
@@ -148,8 +148,9 @@ class StageCosts:
         if team.size > 1:
             weights = self.parameter_bytes(begin, end)
             sync_s = ring_allreduce(weights, team.size).seconds(self.costs.cluster.links[team.span])
-        microbatches = None if self.family.asynchronous else self.microbatches
+        microbatches = self.microbatches if self.family.accumulates else None
         period_s = pace(turn_s, update_s, sync_s, round_size=sizes, microbatches=microbatches)
+        period_s = np.where(sizes <= self.family.widest_round(self.microbatches), period_s, np.inf)
         return _Timed(Block(period_s, seconds.max(axis=0), busiest), shares)
 
     def _fits(self, team: Team, depth: int, timed: _Timed, begin: Ints, end: Ints, *, again: bool) -> Bools:
@@ -162,7 +163,7 @@ class StageCosts:
                 fits &= need <= limit
         return fits
 
-    def memory_bytes(self, begin: Ints, end: Ints, versions: Any, in_flight: Any, *, again: bool) -> Floats:
+    def memory_bytes(self, begin: Ints, end: Ints, depth: int, in_flight: Any, *, again: bool) -> Floats:
         scale = self.costs.scale
         need: Floats = memory_bytes(
             weights=self.parameter_bytes(begin, end),
@@ -171,7 +172,7 @@ class StageCosts:
             received=scale * self._received_bytes[np.ix_(begin, end)],
             sent=scale * self._sent_bytes[np.ix_(begin, end)],
             in_flight=in_flight,
-            versions=versions if self.family.asynchronous else 1,
+            versions=self.family.versions(depth),
             recompute=again,
             trains=self.family.trains,
         )

@@ -135,7 +135,7 @@ class ThresholdSearch:
         link = self.stage_costs.costs.cluster.links[level]
         compute_s, update_s, weights = self._stage_compute, self._stage_update, self._weights
         wire_s, latency_s = 2 * weights / link.bytes_per_s, 2 * link.latency_s * (weights > 0)
-        if self.stage_costs.family.asynchronous:
+        if not self.stage_costs.family.accumulates:
             a, b, c = latency_s - period_s, compute_s + update_s + wire_s - latency_s, -wire_s
         else:
             m = self.stage_costs.microbatches
@@ -163,8 +163,8 @@ class ThresholdSearch:
         if self.stage_costs.family.all_forwards_first:
             replicas = by_minibatch
         else:
-            asynchronous = self.stage_costs.family.asynchronous
-            replicas = by_devices if asynchronous else np.minimum(by_devices, by_minibatch)
+            accumulates = self.stage_costs.family.accumulates
+            replicas = np.minimum(by_devices, by_minibatch) if accumulates else by_devices
         return np.where(depth >= 1, np.maximum(replicas, 1.0), np.inf)
 
     def _period_s(self, placed: tuple[_Placed, ...]) -> float:

@@ -12,12 +12,12 @@ from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.runtime.capture import Captured, capture
-from penstock.runtime.data import load_batch, load_microbatch
+from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.split import Splitter, check_same_model
 from penstock.runtime.stage import StageModule
-from penstock.runtime.sync import GradientSync, owners_of_parameters
+from penstock.runtime.sync import GlobalClip, GradientSync, owners_of_parameters
 from penstock.runtime.transport import Transport
 from penstock.runtime.weights import Weights
 from penstock.runtime.worker import Segment, Worker
@@ -50,7 +50,8 @@ def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> Splitter:
     """
     check_job(job, plan)
     inputs, _ = load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0)
-    splitter = Splitter(capture(job.model.to(device), to_device(inputs, device)))
+    inputs, others = to_device((inputs, inputs_of_other_shapes(job, inputs)), device)
+    splitter = Splitter(capture(job.model.to(device), inputs, others))
     check_same_model(splitter, (layer.name for layer in plan.profile.graph.layers), "the plan")
     return splitter
 
@@ -62,6 +63,13 @@ def check_job(job: Job, plan: Plan) -> None:
         raise PlanError(
             f"schedule {plan.schedule} has no backwards: nothing would be trained, no gradients made; "
             f"plan with --schedule {names}"
+        )
+    if job.clip_norm is not None and plan.is_asynchronous:
+        names = " or ".join(name for name, kind in FAMILIES.items() if kind.accumulates)
+        raise PlanError(
+            f"Job.clip_norm limits the norm over all stages at one update, but under schedule {plan.schedule} stages "
+            f"update at different moments; plan with --schedule {names}, or let the optimizer clip each "
+            "stage by its own norm (docs/jobs.md)"
         )
     if plan.profile.batch_size != job.batch_size:
         raise PlanError(
@@ -103,7 +111,13 @@ class Assembly:
             ),
             first_microbatch=first_microbatch,
             first_round=first_round,
+            scheduler_steps=self._scheduler_steps(epoch),
         )
+
+    def _scheduler_steps(self, epoch: Epoch) -> tuple[int, ...]:
+        if self.job.scheduler_steps == "epoch":
+            return (epoch.number,) * len(epoch.samples)
+        return epoch.minibatches_before
 
 
 def assemble(
@@ -121,7 +135,7 @@ def assemble(
     index = pipeline.stage_of[transport.rank]
     section = splitter.section(plan.stages[index].layers)
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
-    weights = Weights(section.parameters, job.optimizer)
+    weights = Weights(section.parameters, job.optimizer, job.scheduler)
     rebuild = splitter.captured.rebuild_output
     stage = StageModule(
         section,
@@ -129,6 +143,9 @@ def assemble(
         lambda output, target: job.loss(rebuild(output), target),
         recompute=plan.stages[index].recompute,
     )
+    clip = None
+    if job.clip_norm is not None:
+        clip = GlobalClip(plan, job.clip_norm, transport=transport, device=device, timeout_s=timeout_s)
     worker = Worker(
         rank=transport.rank,
         stage_index=index,
@@ -141,6 +158,7 @@ def assemble(
             timeout_s=timeout_s,
         ),
         sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
+        clip=clip,
         clock=clock,
         device=device,
         sends_to={target: names for (source, target), names in edges.items() if source == index},

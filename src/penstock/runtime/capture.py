@@ -1,6 +1,7 @@
 """Turns an unmodified model into one graph of operations, grouped into layers.
 
-Three front ends, tried in this order, each held to the same test (same outputs as the model, also for a smaller batch):
+Three front ends, tried in this order, each held to the same test (same outputs as the model, also for
+batches of other sizes):
 
     export   torch.export, non-strict: operations with the module they come from
     fx       torch.fx symbolic tracing, with ever larger modules left whole
@@ -14,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, JobError
 from penstock.runtime.grouping import CapturedLayer, group_into_layers
 from penstock.runtime.inplace import mutated_arguments
 
@@ -60,17 +61,20 @@ def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def capture(model: nn.Module, inputs: Any) -> Captured:
-    """Capture ``model`` in training mode, leaving it as it was: weights, buffers, mode and random state."""
+def capture(model: nn.Module, inputs: Any, others: Sequence[Any] = ()) -> Captured:
+    """Capture ``model`` in training mode, leaving it as it was: weights, buffers, mode and random state.
+
+    ``others`` are inputs of further batches, for the sizes besides the number of samples that differ between batches.
+    """
     with untouched(model):
         model.train()
         reasons = []
         for name, front_end in zip(FRONT_ENDS, (_export, _fx, _module), strict=True):
-            for attempt in front_end(model, inputs):
+            for attempt in front_end(model, inputs, others):
                 try:
                     with _quietly():
                         captured = attempt()
-                    _check_same(model, captured, inputs)
+                    _check_same(model, captured, inputs, others)
                 except Exception as error:  # whatever a front end cannot do, the next may
                     reasons.append(f"{name}: {_first_line(error)}")
                     log.debug("front end %s: %s", name, error)
@@ -110,34 +114,54 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-def _export(model: nn.Module, inputs: Any) -> Iterator[Callable[[], Captured]]:
+def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Callable[[], Captured]]:
     def attempt() -> Captured:
         args, kwargs = call_arguments(inputs)
         names = list(kwargs)
-        dynamic = pytree.tree_map(_any_batch, (args, kwargs))
+        dynamic = pytree.tree_map(_varying, (args, kwargs), *(call_arguments(other) for other in others))
         exported = torch.export.export(model, args, kwargs, dynamic_shapes=_by_parameter(model, *dynamic), strict=False)
         module = exported.module(check_guards=False)
         out_spec = exported.call_spec.out_spec
 
         def bind(given: Any) -> list[Any]:
             given_args, given_kwargs = call_arguments(given)
-            return pytree.tree_leaves((given_args, {name: given_kwargs[name] for name in names}))
+            leaves = pytree.tree_leaves((given_args, {name: given_kwargs[name] for name in names}))
+            _check_sizes(leaves, placeholders)
+            return leaves
 
         def rebuild(flat: Any) -> Any:
             return pytree.tree_unflatten(list(flat), out_spec)
 
         assert isinstance(module, fx.GraphModule)
         _drop_assertions(module.graph)
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         return _captured("export", model, module, module.graph, bind, rebuild)
 
     yield attempt
 
 
-def _any_batch(leaf: Any) -> Any:
-    """Let the first dimension vary: the last microbatch may be smaller."""
-    if isinstance(leaf, Tensor) and leaf.dim() > 0:
-        return {0: torch.export.Dim.AUTO}
-    return None
+def _varying(leaf: Any, *others: Any) -> Any:
+    """Let the first dimension vary, as the last microbatch may be smaller, and those that differ between batches."""
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return None
+    shapes = [other.shape for other in others if isinstance(other, Tensor) and other.dim() == leaf.dim()]
+    differ = [d for d in range(1, leaf.dim()) if any(shape[d] != leaf.shape[d] for shape in shapes)]
+    return dict.fromkeys([0, *differ], torch.export.Dim.AUTO)
+
+
+def _check_sizes(leaves: Sequence[Any], placeholders: Sequence[fx.Node]) -> None:
+    """A size that export took as fixed is a number in the graph, which would go on computing with it."""
+    for leaf, node in zip(leaves, placeholders, strict=True):
+        if not isinstance(leaf, Tensor):
+            continue
+        sizes = list(getattr(node.meta.get("val"), "shape", leaf.shape))
+        for dimension in range(1, leaf.dim()):
+            if isinstance(sizes[dimension], int) and sizes[dimension] != leaf.shape[dimension]:
+                raise JobError(
+                    f"model input {node.name} has shape {list(leaf.shape)}, but dimension {dimension} was "
+                    f"{sizes[dimension]} in all batches that the model was captured with; pad it to that, "
+                    "or let the first or last samples of the data differ in it"
+                )
 
 
 def _by_parameter(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -158,7 +182,7 @@ def _drop_assertions(graph: fx.Graph) -> None:
     )
 
 
-def _fx(model: nn.Module, inputs: Any) -> Iterator[Callable[[], Captured]]:
+def _fx(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Callable[[], Captured]]:
     depths = [name.count(".") + 1 for name, _ in model.named_modules() if name]
     yield lambda: _traced(model, fx.Tracer())
     for depth in range(max(depths, default=1), 0, -1):
@@ -191,7 +215,7 @@ def _traced(model: nn.Module, tracer: fx.Tracer) -> Captured:
     return _captured("fx", model, model, graph, bind, lambda output: output)
 
 
-def _module(model: nn.Module, inputs: Any) -> Iterator[Callable[[], Captured]]:
+def _module(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Callable[[], Captured]]:
     if isinstance(model, nn.Sequential):
         yield lambda: _chain(model, model, [name for name, _ in model.named_children()], inputs)
     whole = nn.Module()
@@ -238,13 +262,13 @@ def _captured(
     )
 
 
-def _check_same(model: nn.Module, captured: Captured, inputs: Any) -> None:
-    """The graph must compute what the model computes, for this batch and for a smaller one.
+def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Sequence[Any]) -> None:
+    """The graph must compute what the model computes, for this batch, for a smaller one and for the others.
 
     Each starts alike, also where the model changes its buffers or writes into its inputs.
     """
     smaller = pytree.tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() > 0 and len(x) > 1 else x, inputs)
-    for given, must_work in ((inputs, True), (smaller, False)):
+    for given, must_work in ((inputs, True), *((other, False) for other in (smaller, *others))):
         try:
             args, kwargs = call_arguments(_copied(given))
             with untouched(model), torch.no_grad():
@@ -252,7 +276,7 @@ def _check_same(model: nn.Module, captured: Captured, inputs: Any) -> None:
         except Exception:
             if must_work:
                 raise
-            return  # the model itself does not take that size
+            continue  # the model itself does not take that size
         with untouched(model), torch.no_grad():
             flat = fx.Interpreter(fx.GraphModule(captured.root, captured.graph), graph=captured.graph).run(
                 *captured.bind(_copied(given)), enable_io_processing=False

@@ -53,7 +53,7 @@ def write_shard(directory: Path, stage: int, section: Section, weights: Weights,
         if name not in skip:
             tensors[f"model/{name}"] = tensor.detach()
     for name, parameter in weights.parameters.items():
-        state = weights.optimizer.state.get(parameter, {}) if weights.optimizer and name not in skip else {}
+        state = weights.optimizers.state_of(parameter) if name not in skip else {}
         for key, value in state.items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer/{name}/{key}"] = value
@@ -96,18 +96,11 @@ def restore(directory: Path, section: Section, weights: Weights) -> Checkpoint:
                 found = "is missing" if saved is None else f"has shape {list(saved.shape)}, not {list(tensor.shape)}"
                 raise FormatError(f"{directory}: {name!r} {found}; this checkpoint is of another model")
             tensor.copy_(saved)
-    if weights.optimizer is not None:
-        for name, parameter in weights.parameters.items():
-            state = reader.state_of(name)
-            if state:
-                moved = {key: _like(value, parameter) for key, value in state.items()}
-                weights.optimizer.state[parameter] = moved
+    for name, parameter in weights.parameters.items():
+        state = reader.state_of(name)
+        if state:
+            weights.optimizers.set_state(parameter, state)
     return index
-
-
-def _like(value: Any, parameter: Tensor) -> Any:
-    """Optimizer state lives with its parameter, except for step counts, which torch keeps on the CPU."""
-    return value.to(parameter.device) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 
 class _Reader:

@@ -6,11 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from penstock.errors import JobError
 from penstock.job import Job
 from penstock.sampling import Epoch
+
+_PROBES, _PROBE_SAMPLES = 8, 2
 
 
 def load_batch(job: Job, indices: Iterable[int], seed: int) -> tuple[Any, Any]:
@@ -29,6 +33,20 @@ def load_batch(job: Job, indices: Iterable[int], seed: int) -> tuple[Any, Any]:
             "have the dataset return pairs, or give Job.collate"
         )
     return batch[0], batch[1]
+
+
+def inputs_of_other_shapes(job: Job, inputs: Any) -> list[Any]:
+    """Inputs of small batches from all over the data that differ from these in more than the number of samples."""
+    found = {_sizes(inputs): inputs}
+    last = len(job.data) - _PROBE_SAMPLES
+    for start in sorted({max(0, last * probe // (_PROBES - 1)) for probe in range(_PROBES)}):
+        other, _ = load_batch(job, range(start, min(start + _PROBE_SAMPLES, len(job.data))), seed=start)
+        found.setdefault(_sizes(other), other)
+    return list(found.values())[1:]
+
+
+def _sizes(inputs: Any) -> tuple[torch.Size, ...]:
+    return tuple(leaf.shape[1:] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
 
 
 def load_microbatch(job: Job, epoch: Epoch, microbatch: int) -> tuple[Any, Any]:

@@ -1,6 +1,17 @@
 """A worker's messages, derived from the schedule: what it will receive, in which order, and what it sends to whom.
 
 Receives are posted ahead of need and sends never block, so transfers run while the worker computes.
+
+To post a receive is to know its size. Each channel starts out assuming that equal numbers of samples give equal shapes:
+the first message of a size announces its layout, the others are bare tensors. The first message ``n`` that breaks this
+meets receives already posted with the old layouts, for itself and at most ``AHEAD - 1`` behind it. So the sender fills
+those: the first with a message marked as holding nothing, the others with anything.
+
+    sender     .. n-1 | mark, filler            | header n, n | header n+1, n+1 | ..
+    receiver   .. n-1 | posted as n, posted n+1 | header n, n | header n+1, n+1 | ..
+
+From then on every message of that channel has a header. Both ends know which receives may be posted, because both know
+the schedule and the layouts announced so far; the receiver posts what it had not yet, so that the count is right.
 """
 
 from __future__ import annotations
@@ -13,7 +24,16 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WorkerError
-from penstock.runtime.payload import Layout, decode_header, empty_header, encode_header, layout_of
+from penstock.runtime.payload import (
+    Layout,
+    can_be_marked,
+    decode_header,
+    empty_header,
+    encode_header,
+    is_marked,
+    layout_of,
+    marked,
+)
 from penstock.runtime.transport import Channel, Pending, Transport
 from penstock.schedule import Action, Kind, Pipeline, Schedule, dependencies
 
@@ -30,6 +50,8 @@ class _Posted:
     layout: Layout
     tensors: list[Tensor | None]
     pending: list[Pending]
+    announced: bool
+    """whether a header came first; if not, the layout is the one that such messages had so far"""
 
     def arrived(self) -> list[Tensor | None]:
         """Leaves of the receiver's graph, now that nothing writes into them any more."""
@@ -56,62 +78,64 @@ class Mailbox:
         self.pipeline, self.edges = pipeline, edges
         self.transport, self.device, self.timeout_s = transport, device, timeout_s
         self.stage = pipeline.stage_of[transport.rank]
+        self._schedule: Schedule | None = None
         self._samples: Sequence[int] = ()
         self._expected: dict[Channel, deque[Action]] = {}
         self._posted: dict[Channel, deque[_Posted]] = {}
+        self._headers: dict[Channel, tuple[Tensor, Pending]] = {}
         self._arrived: dict[Action, list[Tensor | None]] = {}
         self._leaving: deque[tuple[Pending, Action, int]] = deque()
         # What both ends of a channel know of each other: layouts by edge and size, and how many tensors have passed.
         self._sent_layouts: dict[tuple[Channel, Edge, int], Layout] = {}
         self._received_layouts: dict[tuple[Channel, Edge, int], Layout] = {}
+        # Channels whose layouts change, which have a header before every message.
+        self._announces: set[Channel] = set()
+        self._announced: set[Channel] = set()
         self._sent: dict[Channel, int] = defaultdict(int)
         self._received: dict[Channel, int] = defaultdict(int)
 
     def begin(self, schedule: Schedule, samples: Sequence[int]) -> None:
         """Expect the messages of a schedule whose microbatches have these numbers of samples."""
-        self._samples = samples
+        self._schedule, self._samples = schedule, samples
         self._expected = expected_messages(schedule, self.transport.rank)
         self._posted = {channel: deque() for channel in self._expected}
 
     def post_receives(self) -> None:
-        """Keep the next receives of every channel posted, as far as their layout is known."""
+        """Keep the next receives of every channel posted, as far as their layout is known, or else a header's."""
         for channel, expected in self._expected.items():
-            while expected and len(self._posted[channel]) < AHEAD:
-                layout = self._received_layouts.get(self._key(channel, expected[0], self.stage))
-                if layout is None:
-                    break
-                self._post(channel, expected.popleft(), layout)
+            self._post_known(channel, AHEAD)
+            if expected and not self._posted[channel] and channel not in self._headers:
+                self._headers[channel] = self._post_header(channel, expected[0])
 
     def take(self, need: Action) -> list[Tensor | None]:
         """What an action of another stage made for this one, waiting for it if it is not here yet."""
-        sender = self.pipeline.worker_of(need.stage, need.index)
-        channel = (sender, need.kind)
+        channel = (self.pipeline.worker_of(need.stage, need.index), need.kind)
         while need not in self._arrived:
             if not self._posted[channel]:
-                action = self._expected[channel].popleft()
-                self._post(channel, action, self._layout(channel, action))
+                self._post_next(channel)
             posted = self._posted[channel].popleft()
-            for pending in posted.pending:
-                self._wait(pending, f"{posted.action} from worker {sender}")
-            self._arrived[posted.action] = posted.arrived()
+            self._see_in(posted, channel)
+            if not posted.announced and is_marked(posted.tensors):
+                self._recall(channel, posted.action)
+            else:
+                self._arrived[posted.action] = posted.arrived()
         return self._arrived.pop(need)
 
     def send(self, action: Action, target_stage: int, tensors: Sequence[Tensor | None]) -> None:
         """Hand what an action made to the worker of ``target_stage`` that has the same microbatch."""
-        receiver = self.pipeline.worker_of(target_stage, action.index)
-        channel = (receiver, action.kind)
+        channel = (self.pipeline.worker_of(target_stage, action.index), action.kind)
         key, layout = self._key(channel, action, target_stage), layout_of(tensors)
-        known = self._sent_layouts.setdefault(key, layout)
-        if known is layout:  # the first of its size says what is coming
+        values = [tensor.detach().contiguous() for tensor in tensors if tensor is not None]
+        known = None if channel in self._announces else self._sent_layouts.get(key)
+        if known is not None and (known != layout or is_marked(values)):
+            self._fill_posted(channel, action, target_stage)
+            known = None
+        if known is None:
             self._start_send(encode_header(layout).to(self.device), channel, action)
-        elif known != layout:
-            raise WorkerError(
-                f"{action} makes {_show(layout)} where it made {_show(known)} for as many samples before; "
-                "pad the data so that equal batches have equal shapes"
-            )
-        for tensor in tensors:
-            if tensor is not None:
-                self._start_send(tensor.detach().contiguous(), channel, action)
+            if can_be_marked(layout):
+                self._sent_layouts[key] = layout
+        for value in values:
+            self._start_send(value, channel, action)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
@@ -129,19 +153,66 @@ class Mailbox:
         number, self._received[channel] = self._received[channel], self._received[channel] + 1
         return self.transport.receive(tensor, channel, number)
 
-    def _post(self, channel: Channel, action: Action, layout: Layout) -> None:
+    def _post(self, channel: Channel, action: Action, layout: Layout, *, announced: bool) -> None:
         tensors = [None if entry is None else entry.empty(self.device) for entry in layout]
         pending = [self._start_receive(tensor, channel) for tensor in tensors if tensor is not None]
-        self._posted[channel].append(_Posted(action, layout, tensors, pending))
+        self._posted[channel].append(_Posted(action, layout, tensors, pending, announced))
 
-    def _layout(self, channel: Channel, action: Action) -> Layout:
-        """Known from an earlier message of the same size, or in the header that comes first."""
-        key = self._key(channel, action, self.stage)
-        if key not in self._received_layouts:
-            header = empty_header(self.edges[self._edge(action, self.stage)]).to(self.device)
-            self._wait(self._start_receive(header, channel), f"{action} from worker {channel[0]}")
-            self._received_layouts[key] = decode_header(header)
-        return self._received_layouts[key]
+    def _post_known(self, channel: Channel, most: int) -> None:
+        """Post what comes next without a header, until ``most`` are posted."""
+        expected = self._expected[channel]
+        while expected and len(self._posted[channel]) < most and channel not in self._announced:
+            layout = self._received_layouts.get(self._key(channel, expected[0], self.stage))
+            if layout is None:
+                break
+            self._post(channel, expected.popleft(), layout, announced=False)
+
+    def _post_header(self, channel: Channel, action: Action) -> tuple[Tensor, Pending]:
+        header = empty_header(self.edges[self._edge(action, self.stage)]).to(self.device)
+        return header, self._start_receive(header, channel)
+
+    def _post_next(self, channel: Channel) -> None:
+        """Post the next message of a channel that has none posted, after its header if it has one."""
+        self._post_known(channel, 1)
+        if self._posted[channel]:
+            return
+        action = self._expected[channel].popleft()
+        if channel not in self._headers:
+            self._headers[channel] = self._post_header(channel, action)
+        header, pending = self._headers.pop(channel)
+        self._wait(pending, f"{action} from worker {channel[0]}")
+        layout = decode_header(header)
+        if can_be_marked(layout):
+            self._received_layouts[self._key(channel, action, self.stage)] = layout
+        self._post(channel, action, layout, announced=True)
+
+    def _see_in(self, posted: _Posted, channel: Channel) -> None:
+        for pending in posted.pending:
+            self._wait(pending, f"{posted.action} from worker {channel[0]}")
+
+    def _fill_posted(self, channel: Channel, action: Action, target_stage: int) -> None:
+        """Send something of the old layouts for this action and those behind it that may be posted: see above."""
+        assert self._schedule is not None
+        receiver, kind = channel
+        coming = list(expected_messages(self._schedule, receiver)[self.transport.rank, kind])
+        first = coming.index(action)
+        for each in coming[first : first + AHEAD]:
+            layout = self._sent_layouts.get(self._key(channel, each, target_stage))
+            if layout is None:
+                break
+            for tensor in marked(layout, self.device):
+                self._start_send(tensor, channel, each)
+        self._announces.add(channel)
+
+    def _recall(self, channel: Channel, action: Action) -> None:
+        """Let the posted receives of the old layouts be filled, and expect their messages anew."""
+        self._post_known(channel, AHEAD - 1)
+        self._announced.add(channel)
+        for posted in self._posted[channel]:
+            self._see_in(posted, channel)
+        self._expected[channel].extendleft(posted.action for posted in reversed(self._posted[channel]))
+        self._expected[channel].appendleft(action)
+        self._posted[channel].clear()
 
     def _key(self, channel: Channel, action: Action, target_stage: int) -> tuple[Channel, Edge, int]:
         return channel, self._edge(action, target_stage), self._samples[action.index]
@@ -174,7 +245,3 @@ def expected_messages(schedule: Schedule, worker: int) -> dict[Channel, deque[Ac
         channel: deque(action for action in schedule.programs[channel[0]] if action in actions)
         for channel, actions in needed.items()
     }
-
-
-def _show(layout: Layout) -> str:
-    return ", ".join("nothing" if entry is None else str(list(entry.shape)) for entry in layout)

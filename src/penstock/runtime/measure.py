@@ -16,7 +16,8 @@ from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.job import Job
 from penstock.profile import LayerSeconds, Profile
 from penstock.runtime.capture import Captured, capture, untouched
-from penstock.runtime.data import load_batch
+from penstock.runtime.data import inputs_of_other_shapes, load_batch
+from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.split import Section, Splitter
 
 Clock = Callable[[], float]
@@ -37,7 +38,7 @@ def profile_job(
     inputs, target = load_batch(job, range(min(microbatch_size, len(job.data))), seed=0)
     job.model.to(device)
     inputs, target = to_device((inputs, target), device)
-    captured = capture(job.model, inputs)
+    captured = capture(job.model, inputs, to_device(inputs_of_other_shapes(job, inputs), device))
     with untouched(job.model):
         job.model.train()
         measurement = Measurement(job=job, captured=captured, clock=clock, repeats=repeats)
@@ -155,16 +156,16 @@ class Measurement:
         }
         if not copies:
             return costs
-        optimizer = self.job.optimizer(list(copies.items()))
+        optimizers = Optimizers(self.job.optimizer, None, list(copies.items()))
         for parameter in copies.values():
             parameter.grad = torch.randn_like(parameter)  # zeros take another time: fewer and slower numbers
-        update_s = self._median(optimizer.step)
+        update_s = self._median(lambda: optimizers.step(0))
         sources = [p.data for p in copies.values()]
         targets = [torch.empty_like(source) for source in sources]
         copy_s = self._median(lambda: torch._foreach_copy_(targets, sources))
         total = sum(source.nbytes for source in sources)
         for name, p in copies.items():
-            state = sum(t.nbytes for t in _tensors(list(optimizer.state.get(p, {}).values())))
+            state = sum(t.nbytes for t in _tensors(list(optimizers.state_of(p).values())))
             share = p.nbytes / total
             costs[name] = ParameterCosts(update_s=update_s * share, copy_s=copy_s * share, state_bytes=state)
         return costs

@@ -1,11 +1,14 @@
 """How the values on an edge travel: as a list of tensors whose layout both ends know.
 
 The first message of each size carries a small header with the layout; later ones of that size
-are bare tensors, received into memory that was ready before they left.
+are bare tensors, received into memory that was ready before they left. A message that begins with ``_MARK`` holds
+nothing: its values did not fit that memory, and follow with a header of their own. Values that happen to begin like
+that are sent as if they did not fit, so the mark is never mistaken for them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +24,8 @@ _DTYPES = (
 )  # fmt: skip
 _MOST_DIMENSIONS = 8
 _ROW = 3 + _MOST_DIMENSIONS
+# No boolean begins like this, and little else; a tensor of fewer bytes is marked by the first of these.
+_MARK = torch.tensor([183, 52, 9, 201, 77, 150, 33, 240, 18, 99, 171, 5, 222, 64, 140, 87], dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -66,3 +71,30 @@ def decode_header(header: Tensor) -> Layout:
     return tuple(
         None if row[0] < 0 else TensorLayout(_DTYPES[row[0]], tuple(row[3 : 3 + row[2]]), bool(row[1])) for row in rows
     )
+
+
+def can_be_marked(layout: Layout) -> bool:
+    """Whether a message of this layout has a byte to say by that it holds nothing."""
+    return any(entry is not None and math.prod(entry.shape) for entry in layout)
+
+
+def is_marked(tensors: Sequence[Tensor | None]) -> bool:
+    start = _start_of(tensors)
+    return start is not None and torch.equal(start, _MARK[: len(start)].to(start.device))
+
+
+def marked(layout: Layout, device: torch.device) -> list[Tensor]:
+    """A message of this layout that says that it holds nothing."""
+    tensors = [entry.empty(device).zero_() for entry in layout if entry is not None]
+    start = _start_of(tensors)
+    assert start is not None, "ask can_be_marked first"
+    start.copy_(_MARK[: len(start)])
+    return tensors
+
+
+def _start_of(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The first bytes of the first tensor that has any."""
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            return tensor.view(-1)[: len(_MARK)].view(torch.uint8)[: len(_MARK)]
+    return None

@@ -49,12 +49,18 @@ class StageModule:
         return len(self._in_flight)
 
     def forward(
-        self, microbatch: int, inputs: Sequence[Any], received: Mapping[str, Tensor], target: Any
+        self,
+        microbatch: int,
+        inputs: Sequence[Any],
+        received: Mapping[str, Tensor],
+        target: Any,
+        version_number: int | None = None,
     ) -> dict[str, Tensor]:
-        """Compute, and return the values that other stages read, by name. What is received must be leaf tensors."""
+        """Compute on a version of the weights, the newest if none is named, and return the values that other stages
+        read, by name. What is received must be leaf tensors."""
         leaves = {name: received[name] for name in self.section.receives}
         arguments = [inputs[position] for position in self.section.reads] + list(leaves.values())
-        version = self.weights.acquire()
+        version = self.weights.acquire(version_number)
         if self._recorder is None:
             made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target)
             self._in_flight[microbatch] = _InFlight(version, leaves, lambda: made)

@@ -1,9 +1,10 @@
-"""Sums the gradients of a round over the workers that own a parameter, as the sync policy says."""
+"""Sums the gradients of a round over the workers that own a parameter, as the sync policy says; clips them by the
+norm of all stages together."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +24,12 @@ def owners_of_parameters(plan: Plan) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(workers)) for name, workers in owners.items()}
 
 
-def sync_groups(plan: Plan) -> list[tuple[int, ...]]:
+def sync_groups(plan: Plan, *, clips: bool = False) -> list[tuple[int, ...]]:
     """Every set of workers that will ever sum together, in an order all workers agree on."""
-    return sorted({workers for workers in owners_of_parameters(plan).values() if len(workers) > 1})
+    groups = set(owners_of_parameters(plan).values())
+    if clips:
+        groups.add(tuple(range(len(plan.devices))))
+    return sorted(workers for workers in groups if len(workers) > 1)
 
 
 class GradientSync:
@@ -64,6 +68,43 @@ class GradientSync:
             for name, count, piece in zip(members, counts, torch.split(flat[len(members) :], sizes), strict=True):
                 if count > 0:
                     weights.gradients[name] = piece.view(weights.parameters[name].shape)
+
+
+class GlobalClip:
+    """torch.nn.utils.clip_grad_norm_ over the whole model, under a synchronous schedule.
+
+    All workers meet at the end of each minibatch. None of them waits for anything of the next one before, nor needs
+    more than the backwards of this one to come, so the meeting adds no way to deadlock.
+    """
+
+    def __init__(
+        self, plan: Plan, limit: float, *, transport: Transport, device: torch.device, timeout_s: float
+    ) -> None:
+        owners = owners_of_parameters(plan)
+        self.limit, self.transport, self.device, self.timeout_s = limit, transport, device, timeout_s
+        self._everybody = tuple(range(len(plan.devices)))
+        self._place = {name: place for place, name in enumerate(sorted(owners))}
+        self._gives = {name for name, workers in owners.items() if workers[0] == transport.rank}
+
+    def run(self, weights: Weights) -> None:
+        """Scale the round's gradients, summed over their owners already.
+
+        The first owner of a parameter gives its norm, and every worker joins the norms in the same order: replicas and
+        tied weights count once, and all workers, under any plan, find the same number to the last bit.
+        """
+        given = [(name, gradient) for name, gradient in weights.gradients.items() if name in self._gives]
+        norms = torch.zeros(len(self._place), dtype=torch.float64, device=self.device)
+        for (name, _), norm in zip(given, _norms([gradient for _, gradient in given]), strict=True):
+            norms[self._place[name]] = norm
+        if len(self._everybody) > 1:
+            self.transport.all_reduce(norms, self._everybody, self.timeout_s)
+        scale = torch.clamp(self.limit / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
+        for gradient in weights.gradients.values():
+            gradient.mul_(scale)
+
+
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    return torch._foreach_norm(tensors) if tensors else ()
 
 
 def _by_dtype(weights: Weights, names: Iterable[str]) -> dict[torch.dtype, list[str]]:

@@ -50,7 +50,8 @@ class Options:
 def train_worker(job: Job, plan: Plan, options: Options) -> None:
     """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
     with worker_process(plan, options.timeout_s) as device:
-        links = make_links(sync_groups(plan), talking_pairs(plan), device=device, timeout_s=options.timeout_s)
+        groups = sync_groups(plan, clips=job.clip_norm is not None)
+        links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
         assembly = assemble(
             job,
             plan,

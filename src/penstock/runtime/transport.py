@@ -105,7 +105,7 @@ class LocalExchange:
 
     condition: threading.Condition = field(default_factory=threading.Condition)
     messages: dict[tuple[int, int, Kind, int], Tensor] = field(default_factory=dict)
-    sums: dict[tuple[tuple[int, ...], int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    sums: dict[tuple[tuple[int, ...], int], dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     failed: str | None = None
 
     def fail(self, reason: str) -> None:
@@ -146,10 +146,11 @@ class LocalTransport:
         self._calls[workers] += 1
         with self._exchange.condition:
             terms = self._exchange.sums[call]
-            terms.append(tensor.clone())
+            terms[self.rank] = tensor.clone()
             self._exchange.condition.notify_all()
             self._exchange.wait_for(lambda: len(terms) == len(workers), timeout_s)
-        tensor.copy_(torch.stack(terms).sum(0))
+        # in the order of ranks, whoever came first: a run repeated gives the same bits
+        tensor.copy_(torch.stack([terms[rank] for rank in workers]).sum(0))
 
 
 class _Delivered:
@@ -172,8 +173,16 @@ class _Awaited:
             return
         with self.exchange.condition:
             self.exchange.wait_for(lambda: self.key in self.exchange.messages, timeout_s)
-            self.tensor.copy_(self.exchange.messages.pop(self.key))
+            message = self.exchange.messages.pop(self.key)
+            if message.shape != self.tensor.shape or message.dtype != self.tensor.dtype:
+                raise WorkerError(f"{_form(message)} came where {_form(self.tensor)} was expected")
+            # Byte by byte, as on a wire: copying booleans would make every byte 0 or 1.
+            self.tensor.view(-1).view(torch.uint8).copy_(message.view(-1).view(torch.uint8))
         self.over = True
 
     def is_over(self) -> bool:
         return self.over or self.key in self.exchange.messages
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+
+from penstock.runtime.optimizers import MakeOptimizer, MakeScheduler, Optimizers
 
 
 @dataclass(eq=False)
@@ -30,32 +30,45 @@ class Version:
 @dataclass(eq=False)
 class Weights:
     parameters: Mapping[str, nn.Parameter]
-    make_optimizer: Callable[[Any], Optimizer]
-    optimizer: Optimizer | None = field(init=False, default=None)
+    make_optimizer: MakeOptimizer
+    make_scheduler: MakeScheduler | None = None
+    optimizers: Optimizers = field(init=False)
     gradients: dict[str, Tensor] = field(init=False, default_factory=dict)
     """of the round so far; a parameter that no backward reached is absent"""
     _newest: Version = field(init=False)
+    _versions: dict[int, Version] = field(init=False)
+    _oldest: int = field(init=False, default=0)
+    """the version last asked for"""
     _spare: list[dict[str, Tensor]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
-        if trained:
-            self.optimizer = self.make_optimizer(trained)
+        self.optimizers = Optimizers(self.make_optimizer, self.make_scheduler, trained)
         self._newest = self._new_version(0)
+        self._versions = {0: self._newest}
 
     @property
     def version(self) -> int:
         """How many steps the weights have made."""
         return self._newest.number
 
-    def acquire(self) -> Version:
-        """The newest version, kept as it is until it is released."""
-        self._newest.in_flight += 1
-        return self._newest
+    def acquire(self, number: int | None = None) -> Version:
+        """A version, the newest if none is named, kept as it is until it is released. None older is asked for again."""
+        version = self._newest if number is None else self._versions[number]
+        version.in_flight += 1
+        self._oldest = version.number
+        for each in [each for each in self._versions.values() if each.number < self._oldest]:
+            self._forget(each)
+        return version
 
     def release(self, version: Version) -> None:
         version.in_flight -= 1
-        if version.in_flight == 0 and version is not self._newest:
+        self._forget(version)
+
+    def _forget(self, version: Version) -> None:
+        """Unless somebody holds it or may still ask for it."""
+        if version.in_flight == 0 and version is not self._newest and version.number < self._oldest:
+            del self._versions[version.number]
             self._spare.append({name: leaf.detach() for name, leaf in version.leaves.items() if leaf.requires_grad})
 
     def backward(self, version: Version, compute: Callable[[], None], scale: float) -> None:
@@ -77,21 +90,24 @@ class Weights:
             else:
                 self.gradients[name] = gradient.mul_(scale)
 
-    def step(self) -> None:
-        """Update with the round's gradients; versions in flight keep their values."""
-        if self._newest.in_flight > 0:
+    def step(self, count: int = 0, *, keep: bool = False) -> None:
+        """Update with the round's gradients, at the rate after ``count`` steps of the scheduler; versions in flight
+        keep their values, and so does this one if asked to."""
+        keep = keep or self._newest.in_flight > 0
+        if keep:
             self._copy_on_write()
         for name, parameter in self.parameters.items():
             parameter.grad = self.gradients.get(name)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self.optimizers.step(count)
         self.discard_gradients()
         for parameter in self.parameters.values():
             parameter.grad = None
-        if self._newest.in_flight > 0:
+        if keep:
             self._newest = self._new_version(self._newest.number + 1)
         else:
+            del self._versions[self._newest.number]
             self._newest.number += 1
+        self._versions[self._newest.number] = self._newest
 
     def discard_gradients(self) -> None:
         self.gradients = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.stage import StageModule
-from penstock.runtime.sync import GradientSync
+from penstock.runtime.sync import GlobalClip, GradientSync
 from penstock.schedule import Action, Kind, Schedule
 from penstock.trace import Event
 
@@ -41,6 +42,12 @@ class Segment:
     first_microbatch: int = 0
     """where its microbatches stand in the whole run; traces number them through"""
     first_round: int = 0
+    scheduler_steps: Sequence[int] = ()
+    """of each microbatch, how often the learning rate's scheduler has stepped before it; never, if not given"""
+
+    def steps_before(self, stage: int, round_index: int) -> int:
+        """The scheduler's steps before a round: those before its first microbatch, at every stage alike."""
+        return self.scheduler_steps[self.schedule.rounds[stage][round_index]] if self.scheduler_steps else 0
 
     def round_samples(self, stage: int, microbatch: int) -> int:
         """Samples of all microbatches whose gradients are applied together with this one's."""
@@ -60,15 +67,21 @@ class Worker:
     sends_to: dict[int, tuple[str, ...]]
     """later stages -> the values they read from this one, in the order both ends know"""
     receives_from: dict[int, tuple[str, ...]]
+    clip: GlobalClip | None = None
     on_action: Callable[[Action], None] = lambda action: None
     """called after every action: progress, faults injected by tests"""
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     busy_s: float = 0.0
+    _first_version: int = 0
+    """of the weights when the segment began"""
 
     def run(self, segment: Segment) -> None:
         """Do every action of this worker's program, then see the last messages out."""
         self.mailbox.begin(segment.schedule, segment.samples)
-        for action in segment.schedule.programs[self.rank]:
+        program = segment.schedule.programs[self.rank]
+        self._first_version = self.stage.weights.version
+        wanted = versions_wanted(program, segment.schedule)
+        for action, wanted_next in zip(program, wanted, strict=True):
             self.mailbox.post_receives()
             if action.kind is Kind.FORWARD:
                 self._forward(action, segment)
@@ -77,7 +90,9 @@ class Worker:
             elif action.kind is Kind.SYNC:
                 self._timed(action, segment, partial(self.sync.run, self.stage.weights, action.index))
             else:
-                self._timed(action, segment, self.stage.weights.step)
+                # a forward still to come may want the weights as they are now
+                now = self.stage.weights.version - self._first_version
+                self._step(action, segment, keep=wanted_next <= now)
             self.on_action(action)
         self.mailbox.finish()
 
@@ -87,7 +102,8 @@ class Worker:
             tensors = self.mailbox.take(Action(source, Kind.FORWARD, action.index))
             received.update((name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None)
         inputs, target = segment.feed.load(action.index)
-        made = self._timed(action, segment, lambda: self.stage.forward(action.index, inputs, received, target))
+        version = self._first_version + segment.schedule.versions[self.stage_index][action.index]
+        made = self._timed(action, segment, lambda: self.stage.forward(action.index, inputs, received, target, version))
         for target_stage, names in self.sends_to.items():
             self.mailbox.send(action, target_stage, [made[name] for name in names])
 
@@ -105,6 +121,12 @@ class Worker:
         )
         for source, names in self.receives_from.items():
             self.mailbox.send(action, source, [found.get(name) for name in names])
+
+    def _step(self, action: Action, segment: Segment, *, keep: bool) -> None:
+        weights = self.stage.weights
+        if self.clip is not None:  # not timed, as waiting for a message is not
+            self.clip.run(weights)
+        self._timed(action, segment, partial(weights.step, segment.steps_before(action.stage, action.index), keep=keep))
 
     def _gradient_weights(self, microbatch: int, segment: Segment) -> tuple[float, float]:
         """A round's gradient is the mean over its samples, however they fall into microbatches.
@@ -127,3 +149,13 @@ class Worker:
         if action.kind is not Kind.SYNC:
             self.busy_s += end_s - start_s
         return result
+
+
+def versions_wanted(program: Sequence[Action], schedule: Schedule) -> list[float]:
+    """For each action, the version that the next forward after it wants; none wants an older one after that."""
+    wanted, found = math.inf, []
+    for action in reversed(program):
+        found.append(wanted)
+        if action.kind is Kind.FORWARD:
+            wanted = schedule.versions[action.stage][action.index]
+    return found[::-1]

@@ -11,12 +11,22 @@ Drawn for two stages on two workers, four microbatches:
     pipedream  worker 0  F0 F1       B0 STEP0 F2 B1 STEP1 F3 ...
                worker 1     F0 B0 STEP0 F1 B1 STEP1 F2 B2 STEP2 ...
 
+    vertical   worker 0  F0 F1       B0 STEP0 F2 B1 STEP1 F3 ...
+               worker 1     F0 B0 STEP0 F1 B1 STEP1 F2 B2 STEP2 ...
+
+    2bw        worker 0  F0 F1       B0 F2 B1 STEP0 F3 B2    B3 STEP1
+               worker 1     F0 B0 F1 B1 STEP0 F2 B2 F3 B3 STEP1
+
     inference  worker 0  F0 F1 F2 F3
                worker 1     F0 F1 F2 F3
+
+Under vertical a microbatch uses at every stage the version that it met at the first. 2bw is drawn with two microbatches
+to an update; those of an update use the weights from before the update before it.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -25,7 +35,7 @@ from dataclasses import dataclass
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Kind
 from penstock.schedule.pipeline import Pipeline
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, Versions, newest_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +48,29 @@ class Family:
     """keeps a whole minibatch in flight, whatever depth the plan gives"""
     trains: bool = True
     """whether it has backwards and updates"""
+    accumulates: bool = False
+    """whether a minibatch may have several microbatches, whose gradients one update consumes"""
+    most_versions: int | None = None
+    """of the weights, however many microbatches are in flight"""
 
-    @property
-    def accumulates(self) -> bool:
-        """whether a minibatch may have several microbatches, whose gradients one update consumes"""
-        return self.trains and not self.asynchronous
+    def widest_round(self, microbatches: int) -> float:
+        """How many microbatches a stage's replicas may share out in turn: where updates accumulate without a drain,
+        every replica must have its share in each."""
+        return microbatches if self.asynchronous and self.accumulates else math.inf
+
+    def versions(self, in_flight: int) -> int:
+        """How many versions of its weights a stage keeps with so many microbatches in flight."""
+        if not self.asynchronous:
+            return 1
+        return in_flight if self.most_versions is None else min(in_flight, self.most_versions)
 
 
 FAMILIES: dict[str, Family] = {
-    "gpipe": Family(asynchronous=False, all_forwards_first=True),
-    "1f1b": Family(asynchronous=False, all_forwards_first=False),
+    "gpipe": Family(asynchronous=False, all_forwards_first=True, accumulates=True),
+    "1f1b": Family(asynchronous=False, all_forwards_first=False, accumulates=True),
     "pipedream": Family(asynchronous=True, all_forwards_first=False),
+    "vertical": Family(asynchronous=True, all_forwards_first=False),
+    "2bw": Family(asynchronous=True, all_forwards_first=False, accumulates=True, most_versions=2),
     "inference": Family(asynchronous=False, all_forwards_first=False, trains=False),
 }
 
@@ -84,11 +106,12 @@ def depths_with_slack(pipeline: Pipeline, rounds: float) -> list[int]:
     return depths
 
 
-def shallow_depths(pipeline: Pipeline, most: Sequence[int]) -> list[int]:
-    """The default depths, none above the ``most`` of its stage, and no stage ahead of what the one before it sends."""
+def shallow_depths(pipeline: Pipeline, most: Sequence[int], usual: Sequence[int] | None = None) -> list[int]:
+    """The usual depths, none above the ``most`` of its stage, and no stage ahead of what the one before it sends."""
+    usual = usual or [default_depth(pipeline, stage) for stage in range(pipeline.num_stages)]
     depths: list[int] = []
     for stage in range(pipeline.num_stages):
-        depth = min(default_depth(pipeline, stage), most[stage])
+        depth = min(usual[stage], most[stage])
         if stage:
             sent = pipeline.round_sizes[stage - 1] * (depths[-1] - 1)
             depth = min(depth, 1 + sent // pipeline.round_sizes[stage])
@@ -127,22 +150,54 @@ def build_schedule(
     if not kind.trains:
         rounds = ((),) * pipeline.num_stages
         programs = [_forwards(pipeline, worker, total) for worker in range(pipeline.num_workers)]
-    elif kind.asynchronous:
+    elif not kind.accumulates:
         rounds = tuple(tuple(range(0, total, size)) for size in pipeline.round_sizes)
-        programs = [_asynchronous(pipeline, worker, total, depths) for worker in range(pipeline.num_workers)]
+        programs = [_asynchronous(pipeline, worker, total, rounds, depths) for worker in range(pipeline.num_workers)]
     else:
         starts = tuple(itertools.accumulate(minibatches[:-1], initial=0))
         rounds = (starts,) * pipeline.num_stages
         spans = [range(start, start + size) for start, size in zip(starts, minibatches, strict=True)]
-        limits = [total] * len(depths) if kind.all_forwards_first else depths
-        programs = [_synchronous(pipeline, worker, spans, limits) for worker in range(pipeline.num_workers)]
+        if kind.asynchronous:  # a forward waits for no update but that before the last
+            full = min(minibatches[:-1], default=total)
+            widest = max(pipeline.round_sizes)
+            if len(minibatches) > 1 and widest > kind.widest_round(full):
+                raise ScheduleError(
+                    f"{full} microbatches to an update leave replicas without one, where a stage shares out {widest}; "
+                    f"schedule {name} needs as many microbatches, or fewer replicas"
+                )
+            depths = shallow_depths(pipeline, [1 + full // size for size in pipeline.round_sizes], depths)
+            programs = [
+                _asynchronous(pipeline, worker, total, rounds, depths) for worker in range(pipeline.num_workers)
+            ]
+        else:
+            limits = [total] * len(depths) if kind.all_forwards_first else depths
+            programs = [_synchronous(pipeline, worker, spans, limits) for worker in range(pipeline.num_workers)]
+    made = tuple(map(tuple, programs))
+    versions = newest_versions(pipeline, made, total)
+    if name == "vertical":
+        versions = _vertical(pipeline, versions)
+    elif name == "2bw":
+        versions = (_two_updates_ago(rounds[0], total),) * pipeline.num_stages
     return Schedule(
         name=name,
         pipeline=pipeline,
         microbatches=total,
         rounds=rounds,
-        programs=tuple(map(tuple, programs)),
+        programs=made,
+        versions=versions,
     )
+
+
+def _vertical(pipeline: Pipeline, newest: Versions) -> Versions:
+    """At every stage the updates of just those microbatches whose updates the first stage had seen (PipeDream,
+    section 3.3), as far as its rounds divide them alike."""
+    first = pipeline.round_sizes[0]
+    return tuple(tuple(version * first // size for version in newest[0]) for size in pipeline.round_sizes)
+
+
+def _two_updates_ago(rounds: Sequence[int], total: int) -> tuple[int, ...]:
+    """Double buffering (PipeDream-2BW, section 3.1): the weights before the update that is being accumulated for."""
+    return tuple(max(0, bisect.bisect_right(rounds, microbatch) - 2) for microbatch in range(total))
 
 
 def _forwards(pipeline: Pipeline, worker: int, total: int) -> Iterator[Action]:
@@ -165,21 +220,27 @@ def _synchronous(pipeline: Pipeline, worker: int, spans: Sequence[range], depths
         yield from _end_of_round(pipeline, stage, index)
 
 
-def _asynchronous(pipeline: Pipeline, worker: int, total: int, depths: Sequence[int]) -> Iterator[Action]:
+def _asynchronous(
+    pipeline: Pipeline, worker: int, total: int, rounds: Sequence[Sequence[int]], depths: Sequence[int]
+) -> Iterator[Action]:
     stage = pipeline.stage_of[worker]
-    share, size = pipeline.share_of(worker), pipeline.round_sizes[stage]
+    starts = rounds[stage]
     mine = pipeline.microbatches_of(worker, range(total))
-    done = 0
-    for forward, backward in _one_forward_one_backward(mine, replica_depth(depths[stage], share)):
+    own = [bisect.bisect_right(starts, microbatch) - 1 for microbatch in mine]
+    ended, done = 0, 0
+    depth = replica_depth(depths[stage], pipeline.share_of(worker))
+    for forward, backward in _one_forward_one_backward(mine, depth):
         if forward is not None:
             yield Action(stage, Kind.FORWARD, forward)
         if backward is not None:
             yield Action(stage, Kind.BACKWARD, backward)
             done += 1
-            if done % share == 0 or done == len(mine):
-                yield from _end_of_round(pipeline, stage, backward // size)
+            if done < len(mine):  # a round without a microbatch of this replica's ends with the one before it
+                for index in range(ended, own[done]):
+                    yield from _end_of_round(pipeline, stage, index)
+                ended = own[done]
     # A replica that the last round leaves without a microbatch still takes part in it, so that all keep equal weights.
-    for index in range(-(-len(mine) // share), -(-total // size)):
+    for index in range(ended, len(starts)):
         yield from _end_of_round(pipeline, stage, index)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Kind
 from penstock.schedule.pipeline import Pipeline, dependencies, participants
+
+Versions = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,8 @@ class Schedule:
     """for each stage, the first microbatch of every round; a round is what one STEP consumes, and inference has none"""
     programs: tuple[tuple[Action, ...], ...]
     """for each worker, its actions in order"""
+    versions: Versions
+    """for each stage and microbatch, the updates that the weights of its forward have seen"""
 
     FORMAT: ClassVar[str] = "penstock.schedule/1"
 
@@ -43,6 +47,19 @@ class Schedule:
 
     def __len__(self) -> int:
         return sum(len(program) for program in self.programs)
+
+
+def newest_versions(pipeline: Pipeline, programs: Sequence[Sequence[Action]], microbatches: int) -> Versions:
+    """Each forward on the newest weights that its worker has."""
+    found = [[0] * microbatches for _ in range(pipeline.num_stages)]
+    for program in programs:
+        steps = 0
+        for action in program:
+            if action.kind is Kind.STEP:
+                steps += 1
+            elif action.kind is Kind.FORWARD:
+                found[action.stage][action.index] = steps
+    return tuple(map(tuple, found))
 
 
 Moment = tuple[tuple[int, Action], ...]
@@ -98,6 +115,14 @@ def check(schedule: Schedule) -> None:
                 raise ScheduleError(f"worker {entry[0]} runs {entry[1]} twice; remove one")
             seen.add(entry)
     pipeline = schedule.pipeline
+    newest = newest_versions(pipeline, schedule.programs, schedule.microbatches)
+    for stage, (wanted, there) in enumerate(zip(schedule.versions, newest, strict=True)):
+        early = next((m for m in range(schedule.microbatches) if wanted[m] > there[m]), None)
+        if early is not None:
+            raise ScheduleError(
+                f"{Action(stage, Kind.FORWARD, early)} wants weights of {wanted[early]} updates and there are "
+                f"{there[early]}; fewer microbatches may be in flight, or more in an update"
+            )
     kinds = (Kind.FORWARD, Kind.BACKWARD) if schedule.trains else (Kind.FORWARD,)
     for stage in range(pipeline.num_stages):
         for microbatch in range(schedule.microbatches):
