@@ -1,4 +1,4 @@
-"""One contract for every transport: threads over LocalTransport, processes over TorchTransport."""
+"""One contract for every transport: threads over LocalTransport, processes over the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from penstock.errors import WorkerError
+from penstock.runtime import links
 from penstock.runtime.payload import TensorLayout, decode_header, encode_header
+from penstock.runtime.shared_memory import MOST_BYTES, Outlet, SharedMemoryTransport
 from penstock.runtime.transport import LocalExchange, LocalTransport, TorchTransport, Transport
 from penstock.schedule import Kind
 
@@ -114,13 +118,29 @@ def run_in_local_threads(part: Part) -> list[Any]:
     return results
 
 
-def run_in_processes(part: Part) -> list[Any]:
+def over_torch(rank: int) -> Transport:
+    return TorchTransport([BOTH])
+
+
+def over_shared_memory(rank: int, most_bytes: int = MOST_BYTES) -> Transport:
+    with patch.object(links, "_make_outlets", lambda: {kind: Outlet(most_bytes) for kind in (F, B)}):
+        lines = links._open_lines(links._Board(rank, 30.0), [BOTH])
+    assert lines
+    return SharedMemoryTransport(TorchTransport([BOTH]), lines)
+
+
+def over_little_shared_memory(rank: int) -> Transport:
+    """One buffer: nothing large passes but in pieces."""
+    return over_shared_memory(rank, most_bytes=0)
+
+
+def run_in_processes(part: Part, make: Callable[[int], Transport]) -> list[Any]:
     context = mp.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     answers = context.Queue()
-    processes = [context.Process(target=_process, args=(part, rank, port, answers)) for rank in BOTH]
+    processes = [context.Process(target=_process, args=(part, make, rank, port, answers)) for rank in BOTH]
     for process in processes:
         process.start()
     results: dict[int, Any] = {}
@@ -137,16 +157,23 @@ def run_in_processes(part: Part) -> list[Any]:
     return [results[rank] for rank in BOTH]
 
 
-def _process(part: Part, rank: int, port: int, answers: Any) -> None:
+def _process(part: Part, make: Callable[[int], Transport], rank: int, port: int, answers: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    answers.put((rank, part(TorchTransport([BOTH]))))
+    answers.put((rank, part(make(rank))))
     dist.destroy_process_group()
 
 
 RUNNERS = [
     pytest.param(run_in_local_threads, id="local"),
-    pytest.param(run_in_processes, id="torch", marks=pytest.mark.processes),
+    *(
+        pytest.param(partial(run_in_processes, make=make), id=name, marks=pytest.mark.processes)
+        for name, make in (
+            ("torch", over_torch),
+            ("shared-memory", over_shared_memory),
+            ("little-shared-memory", over_little_shared_memory),
+        )
+    ),
 ]
 
 
@@ -178,6 +205,40 @@ def test_all_reduce_sums_over_the_group(run: Callable[[Part], list[Any]]) -> Non
 @pytest.mark.parametrize("run", RUNNERS)
 def test_a_receive_has_a_deadline(run: Callable[[Part], list[Any]]) -> None:
     assert run(a_receive_has_a_deadline)[1] == "in time"
+
+
+def the_peer_dies(transport: Transport) -> str:
+    if transport.rank == 0:
+        transport.send(torch.ones(3), (1, F), 0).wait(10.0)
+        return "gone"
+    transport.receive(torch.zeros(3), (0, F), 0).wait(10.0)
+    start_s = time.monotonic()
+    with pytest.raises(WorkerError, match="worker 0 has ended"):
+        transport.receive(torch.zeros(3), (0, F), 1).wait(30.0)
+    return "in time" if time.monotonic() - start_s < 20.0 else "late"
+
+
+@pytest.mark.processes
+def test_shared_memory_reports_a_dead_peer_before_the_deadline_and_names_it() -> None:
+    assert run_in_processes(the_peer_dies, over_shared_memory)[1] == "in time"
+
+
+def what_is_chosen(transport: Transport) -> list[str]:
+    with patch.object(links, "_memory_is_faster", lambda *_: True):
+        found = links.make_links([BOTH], [BOTH], device=torch.device("cpu"), timeout_s=30.0)
+    assert sums_over_the_group(found.transport) == [6.0, 12.0]
+    return list(found.chosen.values())
+
+
+def what_is_chosen_without_memory(transport: Transport) -> list[str]:
+    with patch.object(links, "Outlet", side_effect=OSError):
+        return what_is_chosen(transport)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("part", "name"), [(what_is_chosen, "shared memory"), (what_is_chosen_without_memory, "gloo")])
+def test_workers_of_a_host_share_memory_if_they_can(part: Part, name: str) -> None:
+    assert run_in_processes(part, over_torch) == [[name], [name]]
 
 
 def test_a_header_says_what_is_coming() -> None:

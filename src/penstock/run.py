@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,6 +25,8 @@ class Result:
     """the newest, relative to the run"""
     device_kinds: Mapping[str, str]
     """worker number -> what it ran on"""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """pair of workers (``0-1``) -> what carried their messages"""
 
     FORMAT: ClassVar[str] = "penstock.result/1"
 

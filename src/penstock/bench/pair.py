@@ -22,9 +22,9 @@ from penstock.bench.jobs import bench_job
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
 from penstock.runtime.data import load_batch
+from penstock.runtime.links import make_links, talking_pairs
 from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.train import worker_process
-from penstock.runtime.transport import TorchTransport
 from penstock.runtime.worker import Segment
 from penstock.schedule import Kind
 
@@ -40,7 +40,7 @@ TIMEOUT_S = 120.0
 def main(case: str, directory: Path) -> None:
     plan = codec.load(Plan, directory / "plan.json")
     with worker_process(plan, TIMEOUT_S) as device:
-        transport = TorchTransport([])
+        transport = make_links([], talking_pairs(plan), device=device, timeout_s=TIMEOUT_S).transport
         assembly = assemble(
             bench_job(case),
             plan,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -39,6 +41,15 @@ def share_of_machine(threads: int, local_rank: int = 0, local_workers: int = 1) 
     finally:
         if cores:
             os.sched_setaffinity(0, cores)
+
+
+def host_id() -> str:
+    """Workers that share a boot and a network namespace talk over loopback; containers of one machine need not."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    parts = [socket.gethostname()]
+    if boot.exists() and network.exists():
+        parts += [boot.read_text().strip(), str(network.stat().st_ino)]
+    return " ".join(parts)
 
 
 def _keep_freed_memory() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from penstock import codec
 from penstock.cluster import ANY_KIND
 from penstock.errors import ClusterError, WorkerError
+from penstock.runtime.machine import host_id
 from penstock.runtime.measure import device_kind
 from penstock.runtime.train import join_workers
 from penstock.runtime.transport import TorchTransport, short_reason
@@ -83,21 +84,12 @@ def _facts(device: torch.device, work_per_s: float) -> WorkerFacts:
     gpu = device.type == "cuda"
     return WorkerFacts(
         host=socket.gethostname(),
-        host_id=_host_id(),
+        host_id=host_id(),
         host_memory_bytes=_host_memory_bytes(),
         device_memory_bytes=torch.cuda.get_device_properties(device).total_memory if gpu else None,
         kind=device_kind(device) if gpu else ANY_KIND,
         work_per_s=work_per_s,
     )
-
-
-def _host_id() -> str:
-    """Workers that share a boot and a network namespace talk over loopback; containers of one machine need not."""
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    parts = [socket.gethostname()]
-    if boot.exists() and network.exists():
-        parts += [boot.read_text().strip(), str(network.stat().st_ino)]
-    return " ".join(parts)
 
 
 def _host_memory_bytes() -> int:

@@ -26,11 +26,12 @@ from penstock.plan import Plan
 from penstock.run import Result, RunDirectory
 from penstock.runtime import checkpoint
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
+from penstock.runtime.links import Links, make_links, talking_pairs
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
 from penstock.runtime.progress import ProgressLine, Report
 from penstock.runtime.sync import sync_groups
-from penstock.runtime.transport import TorchTransport, short_reason
+from penstock.runtime.transport import short_reason
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind
 from penstock.trace import Event, merge
@@ -49,18 +50,19 @@ class Options:
 def train_worker(job: Job, plan: Plan, options: Options) -> None:
     """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
     with worker_process(plan, options.timeout_s) as device:
-        transport = TorchTransport(sync_groups(plan, clips=job.clip_norm is not None))
+        groups = sync_groups(plan, clips=job.clip_norm is not None)
+        links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
         assembly = assemble(
             job,
             plan,
-            transport=transport,
+            transport=links.transport,
             clock=time.perf_counter,
             device=device,
             timeout_s=options.timeout_s,
         )
-        torch.manual_seed(hash((job.seed, transport.rank)) % 2**63)  # else replicas would drop out the same units
+        torch.manual_seed(hash((job.seed, links.transport.rank)) % 2**63)  # else replicas would drop out the same units
         gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
-        _Training(assembly, options).run()
+        _Training(assembly, options, links).run()
 
 
 @contextmanager
@@ -88,10 +90,10 @@ def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
 
 
 class _Training:
-    def __init__(self, assembly: Assembly, options: Options) -> None:
+    def __init__(self, assembly: Assembly, options: Options, links: Links) -> None:
         self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
         self.assembly, self.options, self.run_directory = assembly, options, options.run
-        self.rank = self.worker.rank
+        self.rank, self.links = self.worker.rank, links
         self.store = dist.distributed_c10d._get_default_store()
         self.losses: dict[int, tuple[float, int]] = {}
         """microbatch of the run -> loss and samples"""
@@ -226,6 +228,7 @@ class _Training:
         """Worker 0 writes what all have recorded."""
         events = self._gather("events", [codec.encode(event) for event in self.worker.events])
         losses = self._gather("losses", [[m, *pair] for m, pair in self.losses.items()])
+        links = self._gather("links", {f"{low}-{high}": name for (low, high), name in self.links.chosen.items()})
         kinds = self._gather("kinds", device_kind(self.worker.device))
         if self.rank == 0:
             parts = [[codec.decode(Event, item) for item in part] for part in events]
@@ -236,6 +239,7 @@ class _Training:
                 losses=_per_minibatch(itertools.chain.from_iterable(losses), self.minibatches),
                 checkpoint=str(newest.relative_to(self.run_directory.path)) if newest else None,
                 device_kinds={str(rank): kind for rank, kind in enumerate(kinds)},
+                links={pair: name for part in links for pair, name in part.items()},
             )
             codec.save(self.plan, self.run_directory.plan)
             codec.save(merge("measured", self.plan.worker_names, self.sizes, parts), self.run_directory.trace)

@@ -45,6 +45,7 @@ class Prober:
     clock: Clock
     device: torch.device
     timeout_s: float
+    enough_s: float = ENOUGH_S
 
     def run(self, number: int, trial: Trial) -> list[Timing]:
         """This worker's part in a trial; returns what it timed, if it leads a group."""
@@ -56,9 +57,9 @@ class Prober:
             if trial.pattern is Pattern.ALL_REDUCE:
                 timed = self._all_reduces(group, trial.sizes)
             elif rank == group[0]:
-                timed = self._lead(group[1], trial)
+                timed = self.lead(group[1], trial.pattern, trial.sizes)
             else:
-                self._follow(group[0], trial.pattern)
+                self.follow(group[0], trial.pattern)
             if rank == group[0]:
                 return [Timing(trial=number, group=index, num_bytes=size, seconds=seconds) for size, seconds in timed]
         return []
@@ -73,7 +74,7 @@ class Prober:
                 break
             tensor = torch.zeros(num_bytes // 4, device=self.device)
             first_s = [self._all_reduce_s(tensor, members) for _ in range(WARM_UP)]
-            repeats = self._agree(_repeats(first_s), members)
+            repeats = self._agree(self._repeats(first_s), members)
             timed.append((num_bytes, statistics.median(self._all_reduce_s(tensor, members) for _ in range(repeats))))
         return timed
 
@@ -89,22 +90,26 @@ class Prober:
         self.settle()
         return self.clock() - start_s
 
-    def _lead(self, peer: int, trial: Trial) -> Timed:
+    def lead(self, peer: int, pattern: Pattern, sizes: Sequence[int]) -> Timed:
+        """Time messages with a peer that follows."""
         line, timed = _Line(self, peer, leads=True), Timed()
-        time_messages = _stream_s if trial.pattern is Pattern.STREAM else _to_and_fro_s
-        for num_bytes in trial.sizes:
+        time_messages = _stream_s if pattern is Pattern.STREAM else _to_and_fro_s
+        for num_bytes in sizes:
             if not _is_worth_it(timed, num_bytes):
                 break
             first_s = time_messages(line, num_bytes, WARM_UP)
-            timed.append((num_bytes, statistics.median(time_messages(line, num_bytes, _repeats(first_s)))))
+            timed.append((num_bytes, statistics.median(time_messages(line, num_bytes, self._repeats(first_s)))))
         line.order(0, 0)
         return timed
 
-    def _follow(self, peer: int, pattern: Pattern) -> None:
+    def follow(self, peer: int, pattern: Pattern) -> None:
         line = _Line(self, peer, leads=False)
         answer = _take_stream if pattern is Pattern.STREAM else _send_back
         while (order := line.next_order())[0] > 0:
             answer(line, *order)
+
+    def _repeats(self, first_s: Sequence[float]) -> int:
+        return min(MOST, max(FEWEST, round(self.enough_s / max(min(first_s), 1e-9))))
 
     def settle(self) -> None:
         """On a GPU a wait only orders what the GPU does next; here the clock is the host's."""
@@ -227,10 +232,6 @@ def _take_stream(line: _Line, num_bytes: int, repeats: int) -> None:
         incoming.post_next()
     line.send(line.buffers(1)[0])
     line.finish()
-
-
-def _repeats(first_s: Sequence[float]) -> int:
-    return min(MOST, max(FEWEST, round(ENOUGH_S / max(min(first_s), 1e-9))))
 
 
 def _is_worth_it(timed: Timed, num_bytes: int) -> bool:

@@ -20,9 +20,9 @@ from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
+from penstock.runtime.links import make_links, talking_pairs
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import worker_process
-from penstock.runtime.transport import TorchTransport
 from penstock.runtime.worker import Segment
 from penstock.sampling import Epoch
 from penstock.schedule import Kind, Schedule, build_schedule
@@ -49,8 +49,10 @@ def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> No
     """Run one minibatch without updating any weight; leave gradients and losses in ``directory``."""
     switch_dropout_off(job.model)
     with worker_process(plan, timeout_s) as device:
-        transport = TorchTransport(sync_groups(plan))
-        assembly = assemble(job, plan, transport=transport, clock=time.perf_counter, device=device, timeout_s=timeout_s)
+        links = make_links(sync_groups(plan), talking_pairs(plan), device=device, timeout_s=timeout_s)
+        assembly = assemble(
+            job, plan, transport=links.transport, clock=time.perf_counter, device=device, timeout_s=timeout_s
+        )
         save_gradients(assembly, directory)
 
 

@@ -1,0 +1,158 @@
+"""How each pair of workers talks: workers of one host time gloo and shared memory, and take what is faster."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import WorkerError
+from penstock.plan import Plan
+from penstock.runtime.machine import host_id
+from penstock.runtime.shared_memory import Inlet, Line, Outlet, SharedMemoryTransport, is_supported
+from penstock.runtime.transport import TorchTransport, Transport, short_reason
+from penstock.runtime.trials import Prober
+from penstock.schedule import Kind
+from penstock.survey import Pattern
+
+Pair = tuple[int, int]
+"""Two workers, the lower number first."""
+
+SHARED_MEMORY = "shared memory"
+ROUNDS = 3
+"""All are timed by turns and the best of each counts: at first pages are new and connections cold."""
+SIZES = {Pattern.TO_AND_FRO: (2**16, 2**20), Pattern.STREAM: (2**18,)}
+"""A worker in training waits for messages, and sends one while another is on its way."""
+ENOUGH_S = 0.003
+"""of each; with all rounds and the way back, a pair takes 0.1 to 0.2 s"""
+
+
+@dataclass(frozen=True)
+class Links:
+    transport: Transport
+    chosen: Mapping[Pair, str]
+    """what this worker talks through, by pair"""
+
+
+def talking_pairs(plan: Plan) -> list[Pair]:
+    """Workers of stages between which a value passes."""
+    graph, stage_of, workers = plan.profile.graph, plan.stage_of_layer, plan.pipeline.workers
+    stages = {
+        (stage_of[layer], stage_of[after])
+        for layer, successors in graph.successors.items()
+        for after in successors
+        if layer in stage_of and after in stage_of and stage_of[layer] != stage_of[after]
+    }
+    pairs = {tuple(sorted(pair)) for one, two in stages for pair in itertools.product(workers[one], workers[two])}
+    return sorted((low, high) for low, high in pairs)
+
+
+def make_links(
+    groups: Sequence[tuple[int, ...]], pairs: Iterable[Pair], *, device: torch.device, timeout_s: float
+) -> Links:
+    """Every worker calls it, with the same arguments, once per process group."""
+    base = TorchTransport(groups)
+    mine = sorted(pair for pair in set(pairs) if base.rank in pair)
+    chosen = {pair: str(dist.get_backend()) for pair in mine}
+    if device.type != "cpu":
+        return Links(base, chosen)
+    board = _Board(base.rank, timeout_s)
+    lines = _open_lines(board, mine)
+    through_memory = SharedMemoryTransport(base, lines)
+    for low, high in mine:  # in one order everywhere, so that nobody waits in a circle
+        peer = high if base.rank == low else low
+        if peer in lines and _memory_is_faster(board, (low, high), base, through_memory):
+            chosen[low, high] = SHARED_MEMORY
+        else:
+            lines.pop(peer, None)
+    return Links(SharedMemoryTransport(base, lines), chosen)
+
+
+@dataclass(frozen=True)
+class _Board:
+    """Where workers leave word for each other: the store."""
+
+    rank: int
+    timeout_s: float
+
+    def tell(self, name: str, word: Any) -> None:
+        dist.distributed_c10d._get_default_store().set(f"penstock/links/{self.rank}/{name}", json.dumps(word))
+
+    def ask(self, worker: int, name: str) -> Any:
+        try:
+            return json.loads(dist.distributed_c10d._get_default_store().get(f"penstock/links/{worker}/{name}"))
+        except RuntimeError as error:
+            raise WorkerError(
+                f"worker {self.rank} waited for worker {worker} to join (at most {self.timeout_s:g} s): "
+                f"{short_reason(error)}"
+            ) from error
+
+
+def _open_lines(board: _Board, pairs: Sequence[Pair]) -> dict[int, Line]:
+    """Lines to the peers that share memory with this worker; both ends agree on which these are."""
+    board.tell("host", host_id() if is_supported() else None)
+    peers = [worker for pair in pairs for worker in pair if worker != board.rank]
+    near = [peer for peer in peers if is_supported() and board.ask(peer, "host") == host_id()]
+    outlets = {peer: _make_outlets() for peer in near}
+    for peer, made in outlets.items():
+        board.tell(f"outlets for {peer}", {kind.value: [os.getpid(), o.fd, o.token] for kind, o in made.items()})
+    inlets = {peer: _open_inlets(board.ask(peer, f"outlets for {board.rank}")) for peer in near}
+    for peer in near:
+        board.tell(f"ready for {peer}", bool(outlets[peer] and inlets[peer]))
+    return {
+        peer: Line(outlets[peer], inlets[peer])
+        for peer in near
+        if board.ask(peer, f"ready for {board.rank}") and outlets[peer] and inlets[peer]
+    }
+
+
+def _make_outlets() -> dict[Kind, Outlet]:
+    try:
+        return {kind: Outlet() for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    except OSError:  # no memory to share
+        return {}
+
+
+def _open_inlets(places: Mapping[str, Sequence[int]]) -> dict[Kind, Inlet]:
+    try:
+        return {Kind(kind): Inlet(*place) for kind, place in places.items()}
+    except OSError:  # another container, or not allowed
+        return {}
+
+
+def _memory_is_faster(board: _Board, pair: Pair, base: Transport, through_memory: Transport) -> bool:
+    """The lower of the two times both and decides."""
+    low, high = pair
+    leads = board.rank == low
+    probers = [_prober(transport, board.timeout_s) for transport in (base, through_memory)]
+    best_s: list[dict[tuple[Pattern, int], float]] = [{} for _ in probers]
+    for _, (pattern, sizes) in itertools.product(range(ROUNDS), SIZES.items()):
+        for prober, best in zip(probers, best_s, strict=True):
+            if leads:
+                for num_bytes, seconds in prober.lead(high, pattern, sizes):
+                    best[pattern, num_bytes] = min(seconds, best.get((pattern, num_bytes), seconds))
+            else:
+                prober.follow(low, pattern)
+    if leads:
+        by_base, by_memory = best_s
+        ratios = [by_memory[each] / by_base[each] for each in by_memory.keys() & by_base.keys()]
+        board.tell(f"memory to {high}", math.prod(ratios) < 1)
+    return bool(board.ask(low, f"memory to {high}"))
+
+
+def _prober(transport: Transport, timeout_s: float) -> Prober:
+    return Prober(
+        transport=transport,
+        clock=time.perf_counter,
+        device=torch.device("cpu"),
+        timeout_s=timeout_s,
+        enough_s=ENOUGH_S,
+    )

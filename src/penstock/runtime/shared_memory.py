@@ -1,0 +1,364 @@
+"""Messages between workers of one host through memory that both have mapped: one copy in, one copy out, no thread.
+
+Each channel has a file in memory (memfd) that its sender makes and its receiver opens by way of /proc; it never has a
+name, so nothing is left behind however a worker ends, and no mount's size limits it.
+
+    control page    | token | head | tail |
+    descriptors     | number, offset, capacity, length, total |  .. one per piece of a message, SLOTS in a ring
+    buffers         | bytes |  | bytes |  ..                     as many as were ever under way at once
+
+The sender alone writes ``head``, buffers and descriptors, the receiver alone ``tail``. A buffer is free again once
+``tail`` has passed the descriptor that named it; the one freed last is taken first, since it is still in the cache.
+Where the file may not grow, a message goes in pieces through the buffers there are.
+
+Why this is safe: the payload is written before ``head`` by calls that the interpreter makes one after the other, each
+counter is one aligned 8-byte store, and x86-64 shows stores to others in the order in which they were made (memmove
+fences where it writes past the cache). Other processors promise less, so ``is_supported`` says no there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from penstock.errors import WorkerError
+from penstock.runtime.transport import Channel, Pending, Transport
+from penstock.schedule import Kind
+
+SLOTS = 64
+SMALLEST_BUFFER = 2**16
+MOST_BYTES = 2**30
+"""A channel's file grows no further."""
+SPIN_S = 50e-6
+"""Looking so long before sleeping spares a wake-up; longer would take the core from a peer who shares it."""
+LOOK_S = 0.05
+"""How often one who waits looks whether the peer is still there."""
+NAP_S = 2e-4
+"""Between looks for room in a channel that is full."""
+
+_TOKEN, _HEAD, _TAIL, _SLOT, _SLOT_WORDS = 0, 8, 16, 64, 8  # in words of 8 bytes; counters on cache lines of their own
+_CONTROL_BYTES = 2 * mmap.PAGESIZE
+assert (_SLOT + SLOTS * _SLOT_WORDS) * 8 <= _CONTROL_BYTES
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64
+_SENDER, _RECEIVER = 0, 1
+"""The byte of the file that each end keeps locked while it lives."""
+
+
+def is_supported() -> bool:
+    return sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
+
+
+class _Mapped:
+    """A part of the file, and where it is."""
+
+    def __init__(self, fd: int, offset: int, capacity: int) -> None:
+        self.offset, self.capacity = offset, capacity
+        self.memory = mmap.mmap(fd, capacity, offset=offset)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+class _End:
+    """What both ends of a channel do."""
+
+    def __init__(self, fd: int, side: int) -> None:
+        self.fd, self._side = fd, side
+        self._control = _Mapped(fd, 0, _CONTROL_BYTES)
+        self.words = memoryview(self._control.memory).cast("Q")
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, side)
+
+    def peer_is_gone(self) -> bool:
+        """The kernel lets go of a process's locks when it ends, however it does."""
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 - self._side)
+        except OSError:
+            return False
+        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, 1 - self._side)
+        return True
+
+    def sleep_while_head_is(self, head: int, most_s: float) -> None:
+        """The kernel looks at the counter before it lets the caller sleep: a wake-up is never missed."""
+        span = (ctypes.c_long * 2)(int(most_s), int(most_s % 1 * 1e9))
+        self._futex(_FUTEX_WAIT, head & 0xFFFFFFFF, span)
+
+    def wake(self) -> None:
+        self._futex(_FUTEX_WAKE, 1, None)
+
+    def _futex(self, operation: int, value: int, span: ctypes.Array[ctypes.c_long] | None) -> None:
+        address = ctypes.c_void_p(self._control.address + 8 * _HEAD)
+        self._libc.syscall(_SYS_FUTEX, address, operation, ctypes.c_uint(value), span, None, 0)
+
+
+class Outlet(_End):
+    """The sending end of a channel; makes the file."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, _CONTROL_BYTES)
+            super().__init__(fd, _SENDER)
+            self.token = self.words[_TOKEN] = int.from_bytes(os.urandom(8), "little")
+            self._end, self._most_bytes = _CONTROL_BYTES, max(most_bytes, _CONTROL_BYTES + SMALLEST_BUFFER)
+            self._free: list[_Mapped] = []
+            self._head = self._tail = 0
+            self._under_way: deque[_Mapped | None] = deque()
+            self._waiting: deque[_Sent] = deque()
+            self._grow(SMALLEST_BUFFER)  # so that whatever comes can pass, piece by piece
+        except OSError:
+            os.close(fd)
+            raise
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def post(self, sent: _Sent) -> None:
+        self._waiting.append(sent)
+        self.push()
+
+    def push(self) -> None:
+        """Hand over as much as there is room for."""
+        while self._waiting and self._push_piece(self._waiting[0]):
+            if self._waiting[0].over:
+                self._waiting.popleft()
+
+    def _push_piece(self, sent: _Sent) -> bool:
+        self._reclaim()
+        if self._head - self._tail == SLOTS:
+            return False
+        total = sent.tensor.nbytes
+        left = total - sent.done
+        buffer = self._buffer(left) if left else None
+        if left and buffer is None:
+            return False
+        length = 0
+        if buffer is not None:
+            length = min(left, buffer.capacity)
+            ctypes.memmove(buffer.address, sent.tensor.data_ptr() + sent.done, length)
+        slot = _SLOT + self._head % SLOTS * _SLOT_WORDS
+        place = (buffer.offset, buffer.capacity) if buffer else (0, 0)
+        for i, word in enumerate((sent.number, *place, length, total)):
+            self.words[slot + i] = word
+        self._under_way.append(buffer)
+        self._head += 1
+        self.words[_HEAD] = self._head
+        self.wake()
+        sent.done += length
+        sent.over = sent.done == total
+        return True
+
+    def _reclaim(self) -> None:
+        tail = self.words[_TAIL]
+        while self._tail < tail:
+            self._tail += 1
+            if (buffer := self._under_way.popleft()) is not None:
+                self._free.append(buffer)
+
+    def _buffer(self, num_bytes: int) -> _Mapped | None:
+        """The tightest free one that holds it all, a new one, or else the largest free one."""
+        fitting = [buffer for buffer in self._free if buffer.capacity >= num_bytes]
+        if not fitting:
+            with suppress(OSError):  # no memory for it
+                self._grow(num_bytes)
+        candidates = reversed(fitting or self._free)
+        found = min(candidates, key=lambda b: (b.capacity < num_bytes, abs(b.capacity - num_bytes)), default=None)
+        if found is not None:
+            self._free.remove(found)
+        return found
+
+    def _grow(self, num_bytes: int) -> None:
+        capacity = -(-num_bytes // SMALLEST_BUFFER) * SMALLEST_BUFFER
+        if self._end + capacity > self._most_bytes:
+            return
+        os.posix_fallocate(self.fd, self._end, capacity)  # an error now rather than a fault at the first touch
+        self._free.append(_Mapped(self.fd, self._end, capacity))
+        self._end += capacity
+
+
+class Inlet(_End):
+    """The receiving end of a channel whose sender, another process of this host, has published where to find it."""
+
+    def __init__(self, process: int, fd: int, token: int) -> None:
+        own = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(own).st_size < _CONTROL_BYTES:
+                raise OSError("not the sender's file")
+            super().__init__(own, _RECEIVER)
+            if self.words[_TOKEN] != token:  # process numbers of another container
+                raise OSError("not the sender's file")
+        except OSError:
+            os.close(own)
+            raise
+        self._tail = 0
+        self._buffers: dict[int, _Mapped] = {}
+        self._posted: deque[_Received] = deque()
+
+    def post(self, received: _Received) -> None:
+        self._posted.append(received)
+
+    def pull(self) -> None:
+        """Take what has come, as far as receives are posted for it."""
+        while self._posted and not self.is_empty():
+            self._pull_piece(self._posted[0])
+            if self._posted[0].over:
+                self._posted.popleft()
+
+    def is_empty(self) -> bool:
+        return self.words[_HEAD] == self._tail
+
+    def sleep_while_empty(self, most_s: float) -> None:
+        self.sleep_while_head_is(self._tail, most_s)
+
+    def _pull_piece(self, received: _Received) -> None:
+        slot = _SLOT + self._tail % SLOTS * _SLOT_WORDS
+        number, offset, capacity, length, total = self.words[slot : slot + 5]
+        tensor = received.tensor
+        if (number, total) != (received.number, tensor.nbytes):
+            raise WorkerError(
+                f"message {number} of {total} bytes came where message {received.number} of {tensor.nbytes} bytes "
+                "was expected"
+            )
+        if length:
+            if offset not in self._buffers:
+                self._buffers[offset] = _Mapped(self.fd, offset, capacity)
+            ctypes.memmove(tensor.data_ptr() + received.done, self._buffers[offset].address, length)
+        self._tail += 1
+        self.words[_TAIL] = self._tail
+        received.done += length
+        received.over = received.done == total
+
+
+@dataclass(frozen=True)
+class Line:
+    """This worker's ends of the channels it shares with one peer."""
+
+    outlets: Mapping[Kind, Outlet]
+    inlets: Mapping[Kind, Inlet]
+
+
+class SharedMemoryTransport:
+    """Through shared memory where there is a line to the peer; all else by the transport underneath."""
+
+    def __init__(self, underneath: Transport, lines: Mapping[int, Line]) -> None:
+        self.rank = underneath.rank
+        self._underneath, self._lines = underneath, lines
+        self._outlets = [outlet for line in lines.values() for outlet in line.outlets.values()]
+
+    def send(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        peer, direction = channel
+        if peer not in self._lines:
+            return self._underneath.send(tensor, channel, number)
+        self.push()
+        sent = _Sent(self, peer, self._lines[peer].outlets[direction], tensor.detach().contiguous(), number)
+        sent.outlet.post(sent)
+        return sent
+
+    def receive(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        peer, direction = channel
+        if peer not in self._lines:
+            return self._underneath.receive(tensor, channel, number)
+        if not tensor.is_contiguous():
+            raise WorkerError(f"a tensor of strides {tensor.stride()} cannot be received into; make it contiguous")
+        self.push()
+        received = _Received(self, peer, self._lines[peer].inlets[direction], tensor.detach(), number)
+        received.inlet.post(received)
+        return received
+
+    def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        if not self.push():
+            self._underneath.all_reduce(tensor, workers, timeout_s)
+            return
+        # What found no room yet may be what another member waits for before it joins in.
+        with ThreadPoolExecutor(1) as pool:
+            summing = pool.submit(self._underneath.all_reduce, tensor, workers, timeout_s)
+            while not summing.done():
+                self.push()
+                time.sleep(NAP_S)
+            summing.result()
+
+    def push(self) -> bool:
+        """Try again what found no room; returns whether some still has none."""
+        waiting = [outlet for outlet in self._outlets if outlet.is_waiting]
+        for outlet in waiting:
+            outlet.push()
+        return any(outlet.is_waiting for outlet in waiting)
+
+
+@dataclass(eq=False)
+class _Sent:
+    transport: SharedMemoryTransport
+    peer: int
+    outlet: Outlet
+    tensor: Tensor
+    number: int
+    done: int = field(default=0, init=False)
+    over: bool = field(default=False, init=False)
+
+    def wait(self, timeout_s: float) -> None:
+        for _ in _looks(self.peer, self.outlet, timeout_s):
+            self.transport.push()
+            if self.over:
+                return
+            time.sleep(NAP_S)
+
+    def is_over(self) -> bool:
+        self.transport.push()
+        return self.over
+
+
+@dataclass(eq=False)
+class _Received:
+    transport: SharedMemoryTransport
+    peer: int
+    inlet: Inlet
+    tensor: Tensor
+    number: int
+    done: int = field(default=0, init=False)
+    over: bool = field(default=False, init=False)
+
+    def wait(self, timeout_s: float) -> None:
+        for _ in _looks(self.peer, self.inlet, timeout_s):
+            self.inlet.pull()
+            if self.over:
+                return
+            owes = self.transport.push()
+            self._spin()
+            self.inlet.sleep_while_empty(min(timeout_s, NAP_S if owes else LOOK_S))
+
+    def is_over(self) -> bool:
+        self.transport.push()
+        self.inlet.pull()
+        return self.over
+
+    def _spin(self) -> None:
+        end_s = time.perf_counter() + SPIN_S
+        while self.inlet.is_empty() and time.perf_counter() < end_s:
+            pass
+
+
+def _looks(peer: int, end: _End, timeout_s: float) -> Iterator[None]:
+    """Time to look again, until the time is up; once more after the peer has gone, for what it left."""
+    start_s = looked_s = time.monotonic()
+    while True:
+        yield
+        now_s = time.monotonic()
+        if now_s - looked_s >= min(LOOK_S, timeout_s):
+            looked_s = now_s
+            if end.peer_is_gone():
+                yield
+                raise WorkerError(f"worker {peer} has ended")
+        if now_s - start_s >= timeout_s:
+            yield
+            raise WorkerError(f"nothing came within {timeout_s:g} s")
