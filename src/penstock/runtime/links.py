@@ -44,15 +44,14 @@ class Links:
 
 def talking_pairs(plan: Plan) -> list[Pair]:
     """Workers of stages between which a value passes."""
-    graph, stage_of, workers = plan.profile.graph, plan.stage_of_layer, plan.pipeline.workers
-    stages = {
-        (stage_of[layer], stage_of[after])
-        for layer, successors in graph.successors.items()
-        for after in successors
-        if layer in stage_of and after in stage_of and stage_of[layer] != stage_of[after]
+    pipeline = plan.pipeline
+    pairs = {
+        (min(pair), max(pair))
+        for stage, sources in enumerate(pipeline.reads)
+        for source in sources
+        for pair in itertools.product(pipeline.workers[source], pipeline.workers[stage])
     }
-    pairs = {tuple(sorted(pair)) for one, two in stages for pair in itertools.product(workers[one], workers[two])}
-    return sorted((low, high) for low, high in pairs)
+    return sorted((low, high) for low, high in pairs if low != high)
 
 
 def make_links(
