@@ -31,7 +31,20 @@ def vgg_job() -> Job:
     )
 
 
-JOBS: dict[str, Callable[[], Job]] = {"vgg": vgg_job, "transformer": demo.job}
+def tiny_job() -> Job:
+    """Layers that take next to no time."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(64, 8, generator=generator)
+    return Job(
+        model=torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))),
+        data=torch.utils.data.TensorDataset(vectors, vectors),
+        loss=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        batch_size=64,
+    )
+
+
+JOBS: dict[str, Callable[[], Job]] = {"vgg": vgg_job, "transformer": demo.job, "tiny": tiny_job}
 
 
 def bench_job(name: str) -> Job:
