@@ -12,7 +12,7 @@ from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.runtime.capture import Captured, capture
-from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
+from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch, microbatch_seed, seed_random
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.split import Splitter, check_same_model
@@ -28,15 +28,21 @@ from penstock.sync import sync_policy
 
 @dataclass(frozen=True)
 class JobFeed:
-    """Reads microbatches of one epoch, at the stages that need them; elsewhere nothing is loaded."""
+    """Reads microbatches of one epoch, at the stages that need them; elsewhere nothing is loaded.
+
+    A stage's random numbers for a microbatch are its own: dropout is the same whichever replica runs it, whenever it
+    does, and also in a run that goes on from a checkpoint.
+    """
 
     job: Job
     epoch: Epoch
     captured: Captured
     device: torch.device
+    stage: int
     needed: bool
 
     def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
+        seed_random(microbatch_seed(self.epoch, microbatch, self.stage), self.device)
         if not self.needed:
             return (), None
         inputs, target = to_device(load_microbatch(self.job, self.epoch, microbatch), self.device)
@@ -107,6 +113,7 @@ class Assembly:
                 epoch=epoch,
                 captured=self.splitter.captured,
                 device=self.worker.device,
+                stage=self.worker.stage_index,
                 needed=bool(section.reads) or section.makes_output,
             ),
             first_microbatch=first_microbatch,

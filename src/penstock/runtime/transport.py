@@ -93,7 +93,7 @@ class _Transfer:
         return over
 
 
-def short_reason(error: Exception) -> str:
+def short_reason(error: BaseException) -> str:
     """What torch says, without the place in its sources and the advice."""
     text = str(error).strip().splitlines()[0]
     return re.sub(r"^\[[^\]]*\] ", "", text).partition(". This is")[0][:200]

@@ -11,12 +11,14 @@ from penstock.schedule.builders import (
     replica_depth,
     shallow_depths,
 )
+from penstock.schedule.cuts import Cuts, cuts_of, due
 from penstock.schedule.pipeline import Pipeline, dependencies, participants
 from penstock.schedule.schedule import Moment, Schedule, check, execution_order
 
 __all__ = [
     "FAMILIES",
     "Action",
+    "Cuts",
     "Family",
     "Kind",
     "Moment",
@@ -24,9 +26,11 @@ __all__ = [
     "Schedule",
     "build_schedule",
     "check",
+    "cuts_of",
     "default_depth",
     "dependencies",
     "depths_with_slack",
+    "due",
     "execution_order",
     "family",
     "participants",
