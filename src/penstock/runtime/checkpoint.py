@@ -54,6 +54,11 @@ class Checkpoint:
 
     FORMAT: ClassVar[str] = "penstock.checkpoint/2"
 
+    @classmethod
+    def at_start(cls, job: Job, names: Mapping[str, str]) -> Checkpoint:
+        data, batch = len(job.data), job.batch_size
+        return cls(epoch=0, minibatches=0, steps=0, samples=data, batch_size=batch, seed=job.seed, names=names)
+
     def check_job(self, job: Job, source: Path) -> None:
         """Raise unless the next sample is the one that would have come next."""
         mine = {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed}

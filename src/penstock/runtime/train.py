@@ -139,12 +139,8 @@ class _Training:
             self._line = ProgressLine(self._samples_left(done))
         self._origin_s = self._meet()
         self.worker.clock = lambda: time.perf_counter() - self._origin_s
-        for number in range(done.epoch, self.job.epochs):
-            epoch = make_epoch(self.job, self.plan, number)
-            if number == done.epoch:
-                epoch = replace(epoch, first_minibatch=done.minibatches)
-            for part in epoch.parts(minibatches_at_once(self.plan)):
-                done = self._run_part(part, done)
+        for part in parts_left(self.job, self.plan, done):
+            done = self._run_part(part, done)
         self.keeper.finish()
         if self._line:
             self._line.close()
@@ -227,15 +223,7 @@ class _Training:
             return replace(done, names=self.state.names)
         if self.options.init is not None:
             self.state.initialise(self.options.init)
-        return Checkpoint(
-            epoch=0,
-            minibatches=0,
-            steps=0,
-            samples=len(self.job.data),
-            batch_size=self.job.batch_size,
-            seed=self.job.seed,
-            names=self.state.names,
-        )
+        return Checkpoint.at_start(self.job, self.state.names)
 
     def _gather(self, name: str, part: Any) -> list[Any]:
         """Everybody's part at worker 0 (elsewhere nothing), through the store, as JSON."""
@@ -265,10 +253,15 @@ class _Training:
         self._meet()
 
 
-def minibatches_at_once(plan: Plan) -> int:
-    """How many to make a schedule of: every worker makes the action lists of all. Between two schedules the pipeline
-    drains, which costs little beside so many."""
-    return max(1, MOST_AT_ONCE // (plan.microbatches * len(plan.devices)))
+def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
+    """What is left to train, in parts of which a schedule is made each.
+
+    Every worker makes the action lists of all. Between two parts the pipeline drains, which costs little beside them.
+    """
+    most = max(1, MOST_AT_ONCE // (plan.microbatches * len(plan.devices)))
+    for number in range(done.epoch, job.epochs):
+        epoch = make_epoch(job, plan, number)
+        yield from replace(epoch, first_minibatch=done.minibatches if number == done.epoch else 0).parts(most)
 
 
 def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | None, ...]:
