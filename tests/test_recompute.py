@@ -43,7 +43,7 @@ class Run:
 
 
 def run_alone(plan: Plan, job: Job) -> Run:
-    """All stages in one thread, so that they draw from one stream of random numbers in one order."""
+    """All stages in one thread, so that they draw random numbers in one order."""
     splitter = capture_for_plan(job, plan, CPU)
     rebuild = splitter.captured.rebuild_output
     stages = []
@@ -53,7 +53,7 @@ def run_alone(plan: Plan, job: Job) -> Run:
         loss = lambda output, target: job.loss(rebuild(output), target)  # noqa: E731
         stages.append(StageModule(section, weights, loss, recompute=stage.recompute))
     epoch = make_epoch(job, plan, 0)
-    feed = JobFeed(job, epoch, splitter.captured, CPU, needed=True)
+    feed = JobFeed(job, epoch, splitter.captured, CPU, stage=0, needed=True)
     values: dict[tuple[int, str], Tensor] = {}
     owed: dict[tuple[int, str], list[Tensor | None]] = {}
     run = Run()
@@ -250,7 +250,7 @@ def kept_bytes(name: str, *, recompute: bool) -> int:
     plan = even_plan(with_batch_size(profile_of(name), 64), (1, 1, 1), "1f1b")
     splitter = capture_for_plan(job, plan, CPU)
     first, section = (splitter.section(stage.layers) for stage in plan.stages[:2])
-    inputs, _ = JobFeed(job, make_epoch(job, plan, 0), splitter.captured, CPU, needed=True).load(0)
+    inputs, _ = JobFeed(job, make_epoch(job, plan, 0), splitter.captured, CPU, stage=0, needed=True).load(0)
     values, _ = first.run(first.parameters, [inputs[position] for position in first.reads])
     stage = StageModule(section, Weights(section.parameters, sgd), job.loss, recompute=recompute)
     with NewMemory() as memory:
@@ -274,7 +274,7 @@ def test_a_value_sent_by_a_stage_that_recomputes_says_whether_a_gradient_is_owed
     plan = even_plan(profile_of("branches"), (1, 1, 1), "1f1b")
     splitter = capture_for_plan(job, plan, CPU)
     section = splitter.section(plan.stages[0].layers)
-    inputs, target = JobFeed(job, make_epoch(job, plan, 0), splitter.captured, CPU, needed=True).load(0)
+    inputs, target = JobFeed(job, make_epoch(job, plan, 0), splitter.captured, CPU, stage=0, needed=True).load(0)
     sent = []
     for recompute in (False, True):
         stage = StageModule(section, Weights(section.parameters, sgd), job.loss, recompute=recompute)

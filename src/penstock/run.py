@@ -21,7 +21,7 @@ class Result:
     samples: int
     """trained on, all epochs together"""
     seconds: float
-    """of training: the pipeline filling, running and draining, without start-up and the writing of the last checkpoint"""
+    """of training: the pipeline filling, running and draining, without start-up and writing the last checkpoint"""
     losses: tuple[float | None, ...]
     """of each minibatch, a mean over its samples; None where it was not a number"""
     checkpoint: str | None
