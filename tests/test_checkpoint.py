@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from in_threads import Together, even_plan, profile, profile_of, run_in_threads, train_keeping, uneven_plan
 from models import make_job
@@ -282,13 +283,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_torchs_own_reader_loads_a_checkpoint(saved: Path) -> None:
-    state = {"model/embed.weight": torch.empty(20, 8), "optimizer/first.weight/momentum_buffer": torch.empty(8, 8)}
+    found = tensors_of(saved)
+    state = {
+        key: torch.empty_like(found[key]) for key in ("model/embed.weight", "optimizer/first.bias/momentum_buffer")
+    }
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(saved)), no_dist=True)
-    (file,) = saved.glob("*.safetensors")
-    for key, tensor in load_file(file).items():
-        if key in state:
-            assert torch.equal(state[key], tensor)
+    assert all(torch.equal(tensor, found[key]) for key, tensor in state.items())
     assert {path.suffix for path in saved.iterdir()} == {".safetensors", ".json"}  # nothing pickled
+
+
+def test_torchs_own_tool_makes_one_file_of_the_shards(saved: Path, tmp_path: Path) -> None:
+    found = tensors_of(saved)
+    consolidate_safetensors_files(str(saved), str(tmp_path), dict.fromkeys(found, 1))
+    (file,) = tmp_path.glob("*.safetensors")
+    torch.testing.assert_close(load_file(file), found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("harm", ["cut short", "gone", "another model"])

@@ -56,7 +56,7 @@ def test_a_pickle_in_place_of_a_checkpoint_shard_is_refused_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("shard-00001-model-00001-of-00001.safetensors", ".metadata"):  # the second is torch's own, in pickle
+    for name in ("shard-00001.safetensors", ".metadata"):  # the second is torch's own, in pickle
         (tmp_path / name).write_bytes(pickle.dumps(Bomb(), protocol=4))
     with pytest.raises(FormatError, match="damaged"):
         Tensors(tmp_path)
