@@ -5,20 +5,28 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from models import make_job
 from penstock.cluster import local_cluster
 from penstock.job import Job
 from penstock.plan import Plan, Prediction, Stage
 from penstock.profile import Profile
+from penstock.run import RunDirectory
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
+from penstock.runtime.checkpoint import Checkpoint, save_shard
+from penstock.runtime.keeper import Keeper, Save
 from penstock.runtime.measure import profile_job
+from penstock.runtime.state import state_of
+from penstock.runtime.train import parts_left
 from penstock.runtime.transport import LocalExchange, LocalTransport
-from penstock.schedule import family
+from penstock.runtime.worker import OwnStage
+from penstock.schedule import Action, family
 from penstock.schedule.builders import position_on
 
 CPU = torch.device("cpu")
@@ -85,6 +93,11 @@ def uneven_plan(profile: Profile, shares: Sequence[Sequence[int]], schedule: str
     )
 
 
+def only_stage(assembly: Assembly) -> OwnStage:
+    (stage,) = assembly.worker.stages.values()
+    return stage
+
+
 def recomputing(plan: Plan, stages: Collection[int] | None = None) -> Plan:
     """The plan with these stages recomputing, by default all."""
     chosen = range(len(plan.stages)) if stages is None else stages
@@ -136,3 +149,55 @@ def run_in_threads(
 def train(assembly: Assembly) -> None:
     for number in range(assembly.job.epochs):
         assembly.worker.run(assembly.segment(make_epoch(assembly.job, assembly.plan, number)))
+
+
+class Together:
+    """Writes what all workers give, once all have come: what a process group does between processes."""
+
+    def __init__(self, workers: int) -> None:
+        self._everyone = threading.Barrier(workers, timeout=30.0)
+        self._given: dict[str, Tensor] = {}
+
+    def save(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        self._given |= tensors
+        if self._everyone.wait() == 0:
+            save_shard(directory, self._given, None)
+            self._given = {}
+        self._everyone.wait()
+
+
+def train_keeping(
+    plan: Plan,
+    make: Callable[[], Job],
+    run: RunDirectory,
+    *,
+    every: int = 1000,
+    keep: int = 1000,
+    resume: Path | None = None,
+    init: Path | None = None,
+    save: Save | None = None,
+    on_action: Callable[[Assembly, Action], None] = lambda assembly, action: None,
+) -> list[Assembly]:
+    """Train all epochs, or what is left of them, with checkpoints."""
+    together = save or Together(len(plan.devices)).save
+
+    def work(assembly: Assembly) -> None:
+        state, job, worker = state_of(assembly), assembly.job, assembly.worker
+        keeper = Keeper(state, run, rank=worker.rank, save=together, every=every, keep=keep, timeout_s=30.0)
+        done = Checkpoint.at_start(job, state.names) if resume is None else state.restore(resume)
+        if init is not None:
+            state.initialise(init)
+
+        def after(action: Action) -> None:
+            keeper.after(action)
+            on_action(assembly, action)
+
+        worker.on_action = after
+        for part in parts_left(job, plan, done):
+            segment = assembly.segment(part)
+            is_last = part.number == job.epochs - 1 and part.is_at_end
+            done = keeper.expect(segment.schedule, part, done, is_last=is_last)
+            worker.run(segment)
+        keeper.finish()
+
+    return run_in_threads(plan, make, work=work)

@@ -33,10 +33,13 @@ OPTIONS = {
         *("--cost", "--output", "--json"),
     ],
     "import": ["FILE", "--output", "--json"],
-    "export": ["PLAN", "--format", "--output"],
+    "export": ["SOURCE", "--format", "--output"],
     "show": ["FILE", "--svg", "--json"],
     "simulate": ["PLAN", "--minibatches", "--output", "--json"],
-    "train": ["JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--checkpoint-every", "--timeout", "--json"],
+    "train": [
+        *("JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--init"),
+        *("--checkpoint-every", "--keep-checkpoints", "--timeout", "--json"),
+    ],
     "verify": ["JOB", "PLAN", "--timeout", "--json"],
     "report": ["RUN", "--json"],
     "bench": ["NAME", "--svg", "--json"],
@@ -246,6 +249,14 @@ WRONG = {
         "schedule inference has no backwards",
     ),
     "no such checkpoint": (["train", "job.py", "job-plan.json", "--resume", "nowhere"], "no such checkpoint directory"),
+    "weights to start from beside a checkpoint": (
+        ["train", "job.py", "job-plan.json", "--resume", "nowhere", "--init", "model.pt"],
+        "--resume goes on with a run, --init starts one from given weights; give one of them",
+    ),
+    "a directory that is no checkpoint": (
+        ["export", ".", "--format", "safetensors", "--output", "x"],
+        "holds no complete checkpoint (checkpoint.json is missing)",
+    ),
     "more workers than devices": (["simulate", "crowded.json"], "3 workers but local:2 has 2 devices"),
 }
 

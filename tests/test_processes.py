@@ -94,7 +94,7 @@ def test_train_leaves_trace_result_checkpoint_and_report(tmp_path: Path) -> None
     assert loaded.stages == even_plan(profile_of("conv"), (1, 2), "pipedream").stages
     forwards = [e.action for e in trace.events if e.action.kind is Kind.FORWARD]
     assert len(forwards) == len(set(forwards)) == 2 * 12  # every microbatch of both epochs, once at each stage
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step-{steps:08d}" for steps in (4, 6, 10, 12)]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step-{steps:08d}" for steps in (4, 8, 12)]
 
 
 def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path: Path) -> None:
@@ -171,6 +171,62 @@ def trained(job: Path, plan: Path, directory: Path, *options: object) -> tuple[d
     newest = run.newest_checkpoint()
     assert newest is not None
     return tensors_of(newest), [loss for loss in run.load()[2].losses if loss is not None]
+
+
+def test_a_run_that_is_killed_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    """With dropout, batch norm, a scheduler and clipping; killed without notice in the middle of the second epoch."""
+    job, plan = write_full_job(tmp_path, "noisy", samples=203), write_plan(tmp_path, "noisy", (1, 1), "1f1b", 2)
+    through = trained(job, plan, tmp_path / "through", "--checkpoint-every", 30)
+    run = RunDirectory(tmp_path / "killed")
+    killed = write_slow_job(job)
+    command = ["train", str(killed), str(plan), "--run-dir", str(run.path), "--checkpoint-every", "15"]
+    process = subprocess.Popen([sys.executable, "-m", "penstock", *command], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    while not (run.checkpoints / "step-00000060").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in (*children_of(process.pid), process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    (run.checkpoints / "step-00000075.partial").mkdir(exist_ok=True)  # as if it had been writing
+    saved = run.newest_checkpoint()
+    assert saved is not None
+    assert saved.name < "step-00000102"
+    resumed = trained(job, plan, run.path, "--resume", saved, "--checkpoint-every", 15)
+    torch.testing.assert_close(resumed[0], through[0], rtol=0, atol=0)
+    torch.testing.assert_close(resumed[1], through[1][-len(resumed[1]) :], rtol=0, atol=0)
+    left = sorted(path.name for path in run.checkpoints.iterdir())
+    assert left == ["step-00000075", "step-00000090", "step-00000102"]
+
+
+def write_slow_job(job: Path) -> Path:
+    """So that there is time to kill it."""
+    path = job.with_name("slow.py")
+    slow = "\n_quick = job\n\ndef job():\n    from dataclasses import replace\n    made = _quick()\n"
+    slow += "    return replace(made, loss=lambda o, t: [time.sleep(0.02), made.loss(o, t)][1])\n"
+    path.write_text("import time\n" + job.read_text() + slow)
+    return path
+
+
+def test_a_disk_that_fails_ends_the_run_and_says_so(tmp_path: Path) -> None:
+    job, plan = write_job(tmp_path, "conv", **ENDLESS), write_plan(tmp_path, "conv", (1, 1), "pipedream")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file where a directory should be")
+    result = penstock("train", job, plan, "--run-dir", tmp_path / "run", "--checkpoint-every", 5, check=False)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert "step-00000005 could not be written by worker" in last, result.stderr
+    assert "Not a directory" in last
+
+
+def test_exported_weights_start_another_run(tmp_path: Path) -> None:
+    job, plan = write_job(tmp_path, "tied", epochs=1), write_plan(tmp_path, "tied", (1, 1), "1f1b", 2)
+    weights, first = trained(job, plan, tmp_path / "run")
+    newest, model = RunDirectory(tmp_path / "run").newest_checkpoint(), tmp_path / "model.safetensors"
+    penstock("export", newest, "--format", "safetensors", "--output", model)
+    _, more = trained(job, plan, tmp_path / "more", "--init", model)
+    assert more[0] < first[0]
+    assert {key.partition("/")[0] for key in weights} == {"model", "optimizer"}
 
 
 def test_a_job_that_clips_is_planned_with_a_synchronous_schedule(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Run:
 
 
 def run_alone(plan: Plan, job: Job) -> Run:
-    """All stages in one thread, so that they draw from one stream of random numbers in one order."""
+    """All stages in one thread, so that they draw random numbers in one order."""
     splitter = capture_for_plan(job, plan, CPU)
     rebuild = splitter.captured.rebuild_output
     stages = []

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from in_threads import CPU, even_plan, profile_of, run_in_threads, train
+from in_threads import CPU, even_plan, profile_of, run_in_threads, train, train_keeping
 from models import make_job
 from penstock import Job
 from penstock.errors import JobError, PlanError
 from penstock.plan import Plan
-from penstock.runtime import checkpoint
+from penstock.run import RunDirectory
 from penstock.runtime.assemble import Assembly, check_job, make_epoch
+from penstock.runtime.checkpoint import directory_of
 from penstock.runtime.measure import profile_job
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.weights import Weights
@@ -136,28 +137,10 @@ def test_a_checkpoint_goes_on_with_scheduler_clipping_and_several_optimizers_und
     )
     before, after = (even_plan(profile_of("tied"), replicas, "1f1b", 3) for replicas in ((1, 1, 1), (2, 1)))
 
-    def write(assembly: Assembly) -> None:
-        first, *_ = make_epoch(assembly.job, before, 0).parts(2)  # in the middle of an epoch
-        worker = assembly.worker
-        worker.run(assembly.segment(first))
-        (stage,) = worker.stages.values()
-        written[worker.rank] = checkpoint.write_shard(
-            tmp_path / "saved", worker.rank, stage.module.section, stage.weights, skip=frozenset()
-        )
-
-    written: dict[int, list[str]] = {}
-    run_in_threads(before, make, work=write)
-    files = checkpoint.shard_files(written)
-    checkpoint.commit(tmp_path / "saved", checkpoint.Checkpoint(epoch=0, minibatches=2, steps=2, files=files))
-
-    def go_on(assembly: Assembly) -> None:
-        (stage,) = assembly.worker.stages.values()
-        checkpoint.restore(tmp_path / "saved", stage.module.section, stage.weights)
-        for number in range(3):
-            epoch = make_epoch(assembly.job, after, number)
-            assembly.worker.run(assembly.segment(replace(epoch, first_minibatch=2) if number == 0 else epoch))
-
-    check_same_weights(run_in_threads(after, make, work=go_on), single_process(make(), before))
+    run = RunDirectory(tmp_path)
+    train_keeping(before, make, run, every=2)
+    saved = directory_of(run.checkpoints, 2)  # in the middle of an epoch
+    check_same_weights(train_keeping(after, make, run, resume=saved), single_process(make(), before))
 
 
 def test_a_scheduler_that_follows_a_measured_value_is_refused() -> None:

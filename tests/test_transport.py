@@ -67,7 +67,7 @@ def a_late_activation_does_not_hold_up_a_gradient(transport: Transport) -> bool:
     activation, gradient = torch.zeros(3), torch.zeros(3)
     late = transport.receive(activation, (0, F), 0)
     transport.receive(gradient, (0, B), 0).wait(10.0)
-    first = not late.is_over() or bool(activation.sum() == 0)
+    first = bool(activation.sum() == 0)
     late.wait(10.0)
     return first and float(activation.sum()) == 3.0
 

@@ -12,13 +12,16 @@ from penstock.errors import FormatError
 from penstock.plan import Plan
 from penstock.trace import Trace
 
+INDEX = "checkpoint.json"
+"""The file of a checkpoint that is written last."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     samples: int
     """trained on, all epochs together"""
     seconds: float
-    """of training: the pipeline filling, running and draining, without start-up and checkpoints"""
+    """of training: the pipeline filling, running and draining, without start-up and writing the last checkpoint"""
     losses: tuple[float | None, ...]
     """of each minibatch, a mean over its samples; None where it was not a number"""
     checkpoint: str | None
@@ -55,9 +58,14 @@ class RunDirectory:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    def complete_checkpoints(self) -> list[Path]:
+        """The last one written comes last, which need not have the most steps: a run may go on from an earlier one."""
+        found = [path.parent for path in self.checkpoints.glob(f"step-*/{INDEX}") if path.parent.suffix == ""]
+        return sorted(found, key=lambda path: ((path / INDEX).stat().st_mtime_ns, path.name))
+
     def newest_checkpoint(self) -> Path | None:
-        complete = sorted(self.checkpoints.glob("step-*/checkpoint.json")) if self.checkpoints.is_dir() else []
-        return complete[-1].parent if complete else None
+        complete = self.complete_checkpoints()
+        return complete[-1] if complete else None
 
     def load(self) -> tuple[Plan, Trace, Result]:
         if not self.path.is_dir():

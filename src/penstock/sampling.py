@@ -6,6 +6,7 @@ agree without a message, and every sample is seen exactly once per epoch whateve
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -70,10 +71,20 @@ class Epoch:
         indices: list[int] = self._permutation[start : start + self.samples[microbatch]].tolist()
         return indices
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no minibatch of the whole epoch comes after these."""
+        return self.first_minibatch + len(self.minibatches) == len(self._all_minibatches)
+
     def parts(self, minibatches: int) -> list[Epoch]:
-        """The rest of this epoch in pieces of so many minibatches."""
-        starts = range(self.first_minibatch, len(self._all_minibatches), minibatches)
-        return [replace(self, first_minibatch=start, last_minibatch=start + minibatches) for start in starts]
+        """The rest of this epoch in pieces of so many minibatches, which end where those of the whole epoch do."""
+        first, count = self.first_minibatch, len(self._all_minibatches)
+        starts = [first, *range((first // minibatches + 1) * minibatches, count, minibatches), count]
+        return [
+            replace(self, first_minibatch=start, last_minibatch=end)
+            for start, end in itertools.pairwise(starts)
+            if start < end
+        ]
 
     @cached_property
     def _all_minibatches(self) -> tuple[int, ...]:

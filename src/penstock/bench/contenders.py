@@ -52,6 +52,9 @@ class _SameBatch:
 
     parts: Sequence[tuple[Sequence[Any], Any]]
 
+    def seed(self, microbatch: int, stage: int) -> None:
+        pass
+
     def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
         return self.parts[microbatch % len(self.parts)]
 

@@ -185,20 +185,32 @@ def import_profile(
     _answer(made, as_json, lambda: shown.profile_table(made), f"profile written to {output}")
 
 
-@app.command("export", epilog="Example: penstock export plan.json --format graph --output graph.txt")
-def export_plan(
-    plan: PlanFile,
+@app.command(
+    "export",
+    epilog="Examples: penstock export plan.json --format graph --output graph.txt; "
+    "penstock export penstock-runs/latest/checkpoints/step-00000500 --format safetensors --output model.safetensors",
+)
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="plan file, or a checkpoint directory from `penstock train`")
+    ],
     form: Annotated[
         str,
         typer.Option(
             "--format",
-            help="graph (graph.txt with stages), hybrid, dp or mp (PipeDream's conf.json), dynpipe (partition)",
+            help="of a plan: graph (graph.txt with stages), hybrid, dp or mp (PipeDream's conf.json), dynpipe "
+            "(partition); of a checkpoint's weights: safetensors, or state-dict (as torch.save writes it)",
         ),
     ],
     output: Annotated[Path, typer.Option(help="where to write it")],
 ) -> None:
-    """Write a plan as another system's file."""
-    codec.write_text(plan_text(codec.load(Plan, plan), form), output)
+    """Write a plan as another system's file, or a checkpoint's weights as one file for any program."""
+    if source.is_dir():
+        from penstock.runtime.portable import export_weights
+
+        export_weights(source, form, output)
+    else:
+        codec.write_text(plan_text(codec.load(Plan, source), form), output)
     typer.echo(f"{form} written to {output}")
 
 
@@ -248,7 +260,9 @@ def simulate(
 
 
 @app.command(
-    epilog="Examples: penstock train train.py plan.json; penstock train train.py --cluster local:2; on several hosts: "
+    epilog="Examples: penstock train train.py plan.json; penstock train train.py --cluster local:2; "
+    "penstock train train.py other-plan.json --resume penstock-runs/latest/checkpoints/step-00000500; "
+    "penstock train train.py plan.json --init model.safetensors; on several hosts: "
     "torchrun --nnodes 2 --node-rank 0 --master-addr host0 --nproc-per-node 4 "
     "-m penstock train train.py plan.json"
 )
@@ -263,7 +277,11 @@ def train(
         "penstock-runs/latest"
     ),
     resume: Annotated[Path | None, typer.Option(help="checkpoint directory to go on from, written by any plan")] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="weights to start from: a .safetensors file, or a state_dict from torch.save")
+    ] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="minibatches between checkpoints")] = 500,
+    keep_checkpoints: Annotated[int, typer.Option(min=1, help="how many checkpoints stay, the newest")] = 3,
     timeout: Timeout = 300.0,
     as_json: Json = False,
 ) -> None:
@@ -272,7 +290,13 @@ def train(
 
     directory = RunDirectory(run)
     options = workers.Options(
-        run=directory, resume=resume, timeout_s=timeout, checkpoint_every=checkpoint_every, quiet=as_json
+        run=directory,
+        resume=resume,
+        init=init,
+        timeout_s=timeout,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        quiet=as_json,
     )
     if workers.is_worker():
         if plan is None:

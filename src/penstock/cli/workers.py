@@ -80,9 +80,12 @@ def train(job_file: Path, plan_file: Path, options: Options) -> None:
     plan = _check_input(job_file, plan_file)
     arguments = ["train", str(job_file), str(plan_file), "--run-dir", str(options.run.path)]
     arguments += ["--timeout", str(options.timeout_s), "--checkpoint-every", str(options.checkpoint_every)]
+    arguments += ["--keep-checkpoints", str(options.keep_checkpoints)]
     if options.resume is not None:
-        read_index(options.resume)
+        read_index(options.resume).check_job(load_job(job_file), options.resume)
         arguments += ["--resume", str(options.resume)]
+    if options.init is not None:
+        arguments += ["--init", str(options.init)]
     if options.quiet:
         arguments.append("--json")
     options.run.result.unlink(missing_ok=True)

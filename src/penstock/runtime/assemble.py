@@ -13,7 +13,7 @@ from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.runtime.capture import Captured, capture
-from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
+from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch, microbatch_seed, seed_random
 from penstock.runtime.mailbox import Edge, Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.split import Splitter, check_same_model
@@ -29,12 +29,19 @@ from penstock.sync import sync_policy
 
 @dataclass(frozen=True)
 class JobFeed:
-    """Reads microbatches of one epoch."""
+    """Reads microbatches of one epoch.
+
+    A stage's random numbers for a microbatch are its own: dropout is the same whichever replica runs it, whenever it
+    does, and also in a run that goes on from a checkpoint.
+    """
 
     job: Job
     epoch: Epoch
     captured: Captured
     device: torch.device
+
+    def seed(self, microbatch: int, stage: int) -> None:
+        seed_random(microbatch_seed(self.epoch, microbatch, stage), self.device)
 
     def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
         inputs, target = to_device(load_microbatch(self.job, self.epoch, microbatch), self.device)

@@ -1,30 +1,45 @@
-"""Checkpoints keyed by the model's own parameter names, so that any plan loads what any other wrote.
+"""A checkpoint on disk: a directory in the safetensors form of torch.distributed.checkpoint, and an index in JSON.
 
-epoch-000001/
-    checkpoint.json          what was done, and which file holds which tensor
-    stage-0.safetensors      model/<name> and optimizer/<name>/<key>
+step-00000500/
+    checkpoint.json           what was done, and the names of the model's state_dict
+    shard-00001.safetensors   of each worker, the tensors that it gives:
+                              model/<name>, optimizer/<name>/<key>, number/<name>/<key>
+
+Nothing in it is keyed by stage or worker. It is written beside its place and appears there when all of it is written.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from penstock import codec
-from penstock.errors import FormatError
-from penstock.runtime.split import Section
-from penstock.runtime.weights import Weights
+from penstock.errors import FormatError, JobError
+from penstock.job import Job
+from penstock.run import INDEX
 
-INDEX = "checkpoint.json"
+_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,110 +50,158 @@ class Checkpoint:
     """done of it"""
     steps: int
     """minibatches done in all epochs together"""
-    files: Mapping[str, str]
-    """tensor -> file"""
+    samples: int
+    """of the data; with the next two it decides which sample is the next"""
+    batch_size: int
+    seed: int
+    names: Mapping[str, str]
+    """every key of the model's state_dict -> the tensor that holds it; tied weights share one"""
 
-    FORMAT: ClassVar[str] = "penstock.checkpoint/1"
+    FORMAT: ClassVar[str] = "penstock.checkpoint/2"
+
+    @classmethod
+    def at_start(cls, job: Job, names: Mapping[str, str]) -> Checkpoint:
+        data, batch = len(job.data), job.batch_size
+        return cls(epoch=0, minibatches=0, steps=0, samples=data, batch_size=batch, seed=job.seed, names=names)
+
+    def check_job(self, job: Job, source: Path) -> None:
+        """Raise unless the next sample is the one that would have come next."""
+        mine = {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed}
+        given = {"samples": len(job.data), "batch_size": job.batch_size, "seed": job.seed}
+        changed = [f"{key} {mine[key]}, now {given[key]}" for key in mine if mine[key] != given[key]]
+        if changed:
+            raise JobError(
+                f"{source}: was written by a job with {'; '.join(changed)}: its place in the epoch would be another. "
+                "Give the job what it had, or start anew from the weights (penstock export, then train --init)"
+            )
 
 
 def directory_of(checkpoints: Path, steps: int) -> Path:
     return checkpoints / f"step-{steps:08d}"
 
 
-def write_shard(directory: Path, stage: int, section: Section, weights: Weights, *, skip: frozenset[str]) -> list[str]:
-    """Write one stage's tensors beside the checkpoint's final place; ``skip`` names what another stage writes."""
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, float] = {}
-    for name, tensor in (*weights.parameters.items(), *section.buffers.items()):
-        if name not in skip:
-            tensors[f"model/{name}"] = tensor.detach()
-    for name, parameter in weights.parameters.items():
-        state = weights.optimizers.state_of(parameter) if name not in skip else {}
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer/{name}/{key}"] = value
-            elif isinstance(value, (int, float)):
-                numbers[f"optimizer/{name}/{key}"] = value
-    partial = _partial(directory)
-    partial.mkdir(parents=True, exist_ok=True)
-    contiguous = {key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}
-    save_file(contiguous, partial / _shard(stage), metadata={"numbers": json.dumps(numbers)})
-    return [*tensors, *numbers]
+def save_shard(directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Write one worker's tensors beside the checkpoint's place, together with all of ``group``; without one, alone.
+
+    Returns when everyone's are written, and raises on all of them if one could not.
+    """
+    # Each worker a file of its own. The form that torch prefers would add a pickled table of contents.
+    writer = _ShardWriter(str(_partial(directory)), save_distributed=True)
+    save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
-def shard_files(names: Mapping[int, list[str]]) -> dict[str, str]:
-    """Which file holds which tensor, from what each stage wrote."""
-    return {name: _shard(stage) for stage, written in names.items() for name in written}
+class _ShardWriter(HuggingFaceStorageWriter):
+    """Writes a worker's file straight from its tensors. Torch's own makes one string of bytes of them first, which
+    takes as much memory again, and 1 s per GB in which no other thread of the worker runs."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        found = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
+        tensors = {key: data for key, data in found.items() if isinstance(data, Tensor)}
+        if tensors:
+            path = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
+            # said of every tensor, as torch does, that this is all of it
+            whole = {key: {"saved_offsets": [0] * tensor.dim()} for key, tensor in tensors.items()}
+            about = {"DCP_SHARDING_INFO": json.dumps(whole), "DCP_VERSION": "1.0", "format": "pt"}
+            try:
+                save_file(tensors, path, metadata=about)
+            except SafetensorError as error:
+                raise OSError(f"{path}: {error}") from None
+            _to_disk(path)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([])
+        return written
 
 
 def commit(directory: Path, checkpoint: Checkpoint) -> None:
-    """Make the checkpoint appear, once all shards are there."""
-    codec.save(checkpoint, _partial(directory) / INDEX)
-    if directory.exists():
-        shutil.rmtree(directory)
-    _partial(directory).replace(directory)
+    """Make the checkpoint appear, once all tensors are there."""
+    partial = _partial(directory)
+    codec.save(checkpoint, partial / INDEX)
+    _to_disk(partial / INDEX)
+    _to_disk(partial)
+    replaced = directory.with_name(f"{directory.name}.old{_PARTIAL}")
+    if directory.exists():  # of an earlier run; no single step replaces a directory
+        directory.replace(replaced)
+    partial.replace(directory)
+    _to_disk(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def clean(checkpoints: Path) -> None:
+    """Remove what a run left that ended while it wrote."""
+    for left in checkpoints.glob(f"step-*{_PARTIAL}"):
+        shutil.rmtree(left)
+
+
+def prune(complete: Sequence[Path], keep: int) -> None:
+    """Remove all but the ``keep`` last. Each is out of sight before the first of its files goes."""
+    for old in complete[:-keep]:
+        shutil.rmtree(old.replace(_partial(old)))
 
 
 def read_index(directory: Path) -> Checkpoint:
     if not directory.is_dir():
         raise FormatError(f"{directory}: no such checkpoint directory")
+    if not (directory / INDEX).is_file():
+        raise FormatError(f"{directory}: holds no complete checkpoint ({INDEX} is missing); name one step-... of a run")
     return codec.load(Checkpoint, directory / INDEX)
 
 
-def restore(directory: Path, section: Section, weights: Weights) -> Checkpoint:
-    """Load a stage's tensors, whatever plan wrote them; returns where training was."""
-    index = read_index(directory)
-    reader = _Reader(directory, index)
-    with torch.no_grad():
-        for name, tensor in (*weights.parameters.items(), *section.buffers.items()):
-            saved = reader.get(f"model/{name}")
-            if saved is None or tuple(saved.shape) != tuple(tensor.shape):
-                found = "is missing" if saved is None else f"has shape {list(saved.shape)}, not {list(tensor.shape)}"
-                raise FormatError(f"{directory}: {name!r} {found}; this checkpoint is of another model")
-            tensor.copy_(saved)
-    for name, parameter in weights.parameters.items():
-        state = reader.state_of(name)
-        if state:
-            weights.optimizers.set_state(parameter, state)
-    return index
+class Tensors:
+    """A checkpoint's tensors by name, read as they are asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        with _readable(directory):
+            metadata = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+        self.forms = {key: form for key, form in metadata.items() if isinstance(form, TensorStorageMetadata)}
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """Raise unless all of these are there, in these shapes."""
+        for key, tensor in wanted.items():
+            form, name = self.forms.get(key), key.removeprefix("model/")
+            if form is None or form.size != tensor.shape:
+                found = "is missing" if form is None else f"has shape {list(form.size)}, not {list(tensor.shape)}"
+                raise FormatError(f"{self.directory}: {name!r} {found}; this checkpoint is of another model")
+
+    def load_into(self, tensors: Mapping[str, Tensor]) -> None:
+        self.check(tensors)
+        reader = HuggingFaceStorageReader(str(self.directory))
+        with _readable(self.directory), _quietly():
+            load(dict(tensors), storage_reader=reader, no_dist=True)
+
+    def load(self, keys: Collection[str]) -> dict[str, Tensor]:
+        made = {key: torch.empty(self.forms[key].size, dtype=self.forms[key].properties.dtype) for key in keys}
+        self.load_into(made)
+        return made
 
 
-class _Reader:
-    def __init__(self, directory: Path, index: Checkpoint) -> None:
-        self.directory, self.index = directory, index
-        self._open: dict[str, Any] = {}
-
-    def get(self, key: str) -> Tensor | None:
-        if key not in self.index.files:
-            return None
-        tensor: Tensor = self._file(self.index.files[key]).get_tensor(key)
-        return tensor
-
-    def state_of(self, name: str) -> dict[str, Any]:
-        prefix = f"optimizer/{name}/"
-        state: dict[str, Any] = {}
-        for key, file in self.index.files.items():
-            if key.startswith(prefix):
-                opened = self._file(file)
-                numbers = json.loads((opened.metadata() or {}).get("numbers", "{}"))
-                state[key.removeprefix(prefix)] = numbers[key] if key in numbers else opened.get_tensor(key)
-        return state
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            path = self.directory / name
-            if Path(name).name != name or not path.is_file():
-                raise FormatError(f"{path}: no such file, though {INDEX} names it")
-            try:
-                self._open[name] = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise FormatError(f"{path}: not a complete safetensors file: {error}") from None
-        return self._open[name]
+@contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:
+        _, (cause, _) = min(error.failures.items())
+        raise FormatError(f"{directory}: a file of it is damaged or missing: {cause}") from None
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        raise FormatError(f"{directory}: a file of it is damaged or missing: {error}") from None
 
 
-def _shard(stage: int) -> str:
-    return f"stage-{stage}.safetensors"
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """torch warns where a process is asked to load for itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _partial(directory: Path) -> Path:
-    return directory.with_name(directory.name + ".partial")
+    return directory.with_name(directory.name + _PARTIAL)
+
+
+def _to_disk(path: Path) -> None:
+    """Before it is renamed, so that a machine that fails does not leave an empty file under the final name."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,6 +1,9 @@
 """A worker's messages, derived from the schedule: what it will receive, in which order, and what it sends to whom.
 
-Receives are posted ahead of need and sends never block, so transfers run while the worker computes.
+Receives are posted ahead of need and sends never block, so transfers run while the worker computes. A tensor sent is
+kept until a message from its receiver shows that it has come: the receiver's program makes that message no earlier
+than the action that needs the tensor. Asking would not do: gloo does not say that a transfer is over before it is
+waited for.
 
 To post a receive is to know its size. Each channel starts out assuming that equal numbers of samples give equal shapes:
 the first message of a size announces its layout, the others are bare tensors. The first message ``n`` that breaks this
@@ -19,6 +22,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +43,8 @@ from penstock.schedule import Action, Kind, Pipeline, Schedule, dependencies
 
 AHEAD = 2
 """Receives kept posted per channel: one arriving while one is worked on."""
+MOST_LEAVING = 8
+"""Tensors on their way to a worker that never answers, so that nothing else tells that they have arrived."""
 
 Edge = tuple[int, int]
 """(producer stage, consumer stage)"""
@@ -64,6 +70,12 @@ class _Posted:
         ]
 
 
+class _Leaving(NamedTuple):
+    pending: Pending
+    action: Action
+    needed_by: Action
+
+
 class Mailbox:
     """One worker's ends of all its channels."""
 
@@ -85,7 +97,9 @@ class Mailbox:
         self._posted: dict[Channel, deque[_Posted]] = {}
         self._headers: dict[Channel, tuple[Tensor, Pending]] = {}
         self._arrived: dict[Message, list[Tensor | None]] = {}
-        self._leaving: deque[tuple[Pending, Action, int]] = deque()
+        self._leaving: dict[Channel, deque[_Leaving]] = defaultdict(deque)
+        self._places: dict[int, dict[Action, int]] = {}
+        """of each worker that sends to this one, where the actions stand in its program"""
         # What both ends of a channel know of each other: layouts by edge and size, and how many tensors have passed.
         self._sent_layouts: dict[tuple[Channel, Edge, int], Layout] = {}
         self._received_layouts: dict[tuple[Channel, Edge, int], Layout] = {}
@@ -100,6 +114,11 @@ class Mailbox:
         self._schedule, self._samples = schedule, samples
         self._expected = expected_messages(schedule, self.transport.rank)
         self._posted = {channel: deque() for channel in self._expected}
+        senders = {sender for sender, _ in self._expected}
+        self._places = {
+            sender: {action.result: place for place, action in enumerate(schedule.programs[sender])}
+            for sender in senders
+        }
 
     def post_receives(self) -> None:
         """Keep the next receives of every channel posted, as far as their layout is known, or else a header's."""
@@ -120,6 +139,8 @@ class Mailbox:
                 self._recall(channel, posted.message)
             else:
                 self._arrived[posted.message] = posted.arrived()
+        if channel[0] != self.transport.rank:
+            self._see_out(channel[0], self._places[channel[0]][need])
         return self._arrived.pop((need, stage))
 
     def send(self, action: Action, target_stage: int, tensors: Sequence[Tensor | None]) -> None:
@@ -138,23 +159,36 @@ class Mailbox:
             self._fill_posted(channel, message)
             known = None
         if known is None:
-            self._start_send(encode_header(layout).to(self.device), channel, action)
+            self._start_send(encode_header(layout).to(self.device), channel, action, target_stage)
             if can_be_marked(layout):
                 self._sent_layouts[key] = layout
         for value in values:
-            self._start_send(value, channel, action)
+            self._start_send(value, channel, action, target_stage)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
-        while self._leaving:
-            pending, action, receiver = self._leaving.popleft()
-            self._wait(pending, f"worker {receiver} to receive {action}")
+        for (receiver, _), leaving in self._leaving.items():
+            while leaving:
+                self._see_off(receiver, leaving.popleft())
 
-    def _start_send(self, tensor: Tensor, channel: Channel, action: Action) -> None:
+    def _start_send(self, tensor: Tensor, channel: Channel, action: Action, target_stage: int) -> None:
         number, self._sent[channel] = self._sent[channel], self._sent[channel] + 1
-        self._leaving.append((self.transport.send(tensor, channel, number), action, channel[0]))
-        while self._leaving and self._leaving[0][0].is_over():
-            self._leaving.popleft()
+        needed_by = action._replace(stage=target_stage)
+        leaving = self._leaving[channel]
+        leaving.append(_Leaving(self.transport.send(tensor, channel, number), action, needed_by))
+        # One that never answers, as without backwards, waits for nothing either that has not been sent to it before.
+        if channel[0] not in self._places and len(leaving) > MOST_LEAVING:
+            self._see_off(channel[0], leaving.popleft())
+
+    def _see_out(self, receiver: int, place: int) -> None:
+        """Let go of what a worker needs for the actions up to ``place`` of its program, which it has done."""
+        for (worker, _), leaving in self._leaving.items():
+            if worker == receiver:
+                while leaving and self._places[receiver][leaving[0].needed_by] <= place:
+                    self._see_off(receiver, leaving.popleft())
+
+    def _see_off(self, receiver: int, leaving: _Leaving) -> None:
+        self._wait(leaving.pending, f"worker {receiver} to receive {leaving.action}")
 
     def _start_receive(self, tensor: Tensor, channel: Channel) -> Pending:
         number, self._received[channel] = self._received[channel], self._received[channel] + 1
@@ -208,7 +242,7 @@ class Mailbox:
             if layout is None:
                 break
             for tensor in marked(layout, self.device):
-                self._start_send(tensor, channel, each[0])
+                self._start_send(tensor, channel, *each)
         self._announces.add(channel)
 
     def _recall(self, channel: Channel, message: Message) -> None:

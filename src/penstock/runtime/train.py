@@ -24,27 +24,41 @@ from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.run import Result, RunDirectory
-from penstock.runtime import checkpoint
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
+from penstock.runtime.checkpoint import Checkpoint, clean
+from penstock.runtime.keeper import Keeper, Save, save_together
 from penstock.runtime.links import Links, make_links, talking_pairs
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
 from penstock.runtime.progress import ProgressLine, Report
+from penstock.runtime.state import state_of
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.transport import short_reason
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind
 from penstock.trace import Event, merge
 
+MOST_AT_ONCE = 100_000
+"""microbatches times workers"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     run: RunDirectory
     resume: Path | None = None
+    """a checkpoint to go on from"""
+    init: Path | None = None
+    """a file of weights to start from"""
     timeout_s: float = 300.0
     checkpoint_every: int = 500
-    """minibatches; the pipeline drains for a checkpoint"""
+    """minibatches"""
+    keep_checkpoints: int = 3
+    """the newest that stay"""
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.resume is not None and self.init is not None:
+            raise JobError("--resume goes on with a run, --init starts one from given weights; give one of them")
 
 
 def train_worker(job: Job, plan: Plan, options: Options) -> None:
@@ -60,9 +74,10 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
             device=device,
             timeout_s=options.timeout_s,
         )
-        torch.manual_seed(hash((job.seed, links.transport.rank)) % 2**63)  # else replicas would drop out the same units
+        # gloo also where the workers compute on GPUs: what checkpoints exchange and write is in host memory
+        together = save_together(dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s)))
         gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
-        _Training(assembly, options, links).run()
+        _Training(assembly, options, links, together).run()
 
 
 @contextmanager
@@ -90,11 +105,21 @@ def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
 
 
 class _Training:
-    def __init__(self, assembly: Assembly, options: Options, links: Links) -> None:
+    def __init__(self, assembly: Assembly, options: Options, links: Links, save: Save) -> None:
         self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
         self.assembly, self.options, self.run_directory = assembly, options, options.run
         self.rank, self.links = self.worker.rank, links
         self.store = dist.distributed_c10d._get_default_store()
+        self.state = state_of(assembly)
+        self.keeper = Keeper(
+            self.state,
+            options.run,
+            rank=self.rank,
+            save=save,
+            every=options.checkpoint_every,
+            keep=options.keep_checkpoints,
+            timeout_s=options.timeout_s,
+        )
         self.losses: dict[int, tuple[float, int]] = {}
         """microbatch of the run -> loss and samples"""
         self.sizes: tuple[int, ...] = ()
@@ -111,29 +136,28 @@ class _Training:
         self._line: ProgressLine | None = None
 
     def run(self) -> None:
-        done = self._restore()
+        done = self._start()
         if self.rank == 0 and not self.options.quiet:
             self._line = ProgressLine(self._samples_left(done))
         self._origin_s = self._meet()
         self.worker.clock = lambda: time.perf_counter() - self._origin_s
-        for number in range(done.epoch, self.job.epochs):
-            epoch = make_epoch(self.job, self.plan, number)
-            if number == done.epoch:
-                epoch = replace(epoch, first_minibatch=done.minibatches)
-            for part in epoch.parts(self.options.checkpoint_every):
-                self._run_part(part)
-                done = self._checkpoint(part, done.steps)
+        for part in parts_left(self.job, self.plan, done):
+            done = self._run_part(part, done)
+        self.keeper.finish()
         if self._line:
             self._line.close()
         if not self.sizes:
             raise JobError(
                 f"nothing is left to train: the checkpoint has all {self.job.epochs} epochs; raise Job.epochs"
             )
+        self._meet()
         self._hand_in()
 
-    def _run_part(self, part: Epoch) -> None:
-        """Fill the pipeline, run, and drain it."""
+    def _run_part(self, part: Epoch, before: Checkpoint) -> Checkpoint:
+        """Fill the pipeline, run, and drain it; checkpoints are taken as it runs."""
         segment = self.assembly.segment(part, len(self.sizes), self._rounds)
+        is_last = part.number == self.job.epochs - 1 and part.is_at_end
+        done = self.keeper.expect(segment.schedule, part, before, is_last=is_last)
         self._segment_start_s = self.worker.clock()
         self.worker.on_action = partial(self._after, samples=part.samples, base=len(self.sizes))
         self.worker.run(segment)
@@ -142,8 +166,10 @@ class _Training:
         self.sizes += part.samples
         self.minibatches += part.minibatches
         self._rounds += max(len(rounds) for rounds in segment.schedule.rounds)
+        return done
 
     def _after(self, action: Action, samples: tuple[int, ...], base: int) -> None:
+        self.keeper.after(action)
         losses = self.worker.stages[action.stage].module.losses
         if action.of_microbatch and action.index in losses:
             self.losses[base + action.index] = (losses.pop(action.index), samples[action.index])
@@ -169,7 +195,7 @@ class _Training:
             reports = [Report(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
             self._line.show(reports, elapsed_s)
 
-    def _samples_left(self, done: checkpoint.Checkpoint) -> int:
+    def _samples_left(self, done: Checkpoint) -> int:
         under_way = len(self.job.data) - min(done.minibatches * self.job.batch_size, len(self.job.data))
         return under_way + len(self.job.data) * (self.job.epochs - done.epoch - 1)
 
@@ -189,33 +215,17 @@ class _Training:
             ) from error
         return time.perf_counter()
 
-    def _restore(self) -> checkpoint.Checkpoint:
-        if self.options.resume is None:
-            return checkpoint.Checkpoint(epoch=0, minibatches=0, steps=0, files={})
-        for stage in self.worker.stages.values():
-            index = checkpoint.restore(self.options.resume, stage.module.section, stage.weights)
-        return index
-
-    def _checkpoint(self, part: Epoch, steps_before: int) -> checkpoint.Checkpoint:
-        """The first replica of every stage writes; a tied parameter is written by the first stage that has it."""
-        steps = steps_before + len(part.minibatches)
-        directory = checkpoint.directory_of(self.run_directory.checkpoints, steps)
-        written: dict[int, list[str]] = {}
-        for index, stage in self.worker.stages.items():
-            if self.rank == self.plan.pipeline.workers[index][0]:
-                earlier = [layer for before in self.plan.stages[:index] for layer in before.layers]
-                skip = frozenset(parameter.name for parameter in self.plan.profile.graph.parameters_of(earlier))
-                section = stage.module.section
-                written[index] = checkpoint.write_shard(directory, index, section, stage.weights, skip=skip)
-        parts = self._gather(f"checkpoint-{steps}", written)
-        files = checkpoint.shard_files({int(stage): names for part in parts for stage, names in part.items()})
-        done = checkpoint.Checkpoint(
-            epoch=part.number, minibatches=part.first_minibatch + len(part.minibatches), steps=steps, files=files
-        )
+    def _start(self) -> Checkpoint:
+        """Where training begins, with the weights that it begins with."""
         if self.rank == 0:
-            checkpoint.commit(directory, done)
-        self._meet()
-        return done
+            clean(self.run_directory.checkpoints)
+        if self.options.resume is not None:
+            done = self.state.restore(self.options.resume)
+            done.check_job(self.job, self.options.resume)
+            return replace(done, names=self.state.names)
+        if self.options.init is not None:
+            self.state.initialise(self.options.init)
+        return Checkpoint.at_start(self.job, self.state.names)
 
     def _gather(self, name: str, part: Any) -> list[Any]:
         """Everybody's part at worker 0 (elsewhere nothing), through the store, as JSON."""
@@ -245,6 +255,17 @@ class _Training:
             codec.save(merge("measured", self.plan.worker_names, self.sizes, parts), self.run_directory.trace)
             codec.save(result, self.run_directory.result)
         self._meet()
+
+
+def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
+    """What is left to train, in parts of which a schedule is made each.
+
+    Every worker makes the action lists of all. Between two parts the pipeline drains, which costs little beside them.
+    """
+    most = max(1, MOST_AT_ONCE // (plan.microbatches * len(plan.devices)))
+    for number in range(done.epoch, job.epochs):
+        epoch = make_epoch(job, plan, number)
+        yield from replace(epoch, first_minibatch=done.minibatches if number == done.epoch else 0).parts(most)
 
 
 def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | None, ...]:

@@ -32,8 +32,6 @@ class Pending(Protocol):
         """Return once it is over; raise if the peer is gone or the time is up."""
         ...
 
-    def is_over(self) -> bool: ...
-
 
 class Transport(Protocol):
     rank: int
@@ -88,12 +86,8 @@ class _Transfer:
         except RuntimeError as error:
             raise WorkerError(short_reason(error)) from error
 
-    def is_over(self) -> bool:
-        over: bool = self.work.is_completed()
-        return over
 
-
-def short_reason(error: Exception) -> str:
+def short_reason(error: BaseException) -> str:
     """What torch says, without the place in its sources and the advice."""
     text = str(error).strip().splitlines()[0]
     return re.sub(r"^\[[^\]]*\] ", "", text).partition(". This is")[0][:200]
@@ -157,9 +151,6 @@ class _Delivered:
     def wait(self, timeout_s: float) -> None:
         pass
 
-    def is_over(self) -> bool:
-        return True
-
 
 @dataclass
 class _Awaited:
@@ -179,9 +170,6 @@ class _Awaited:
             # Byte by byte, as on a wire: copying booleans would make every byte 0 or 1.
             self.tensor.view(-1).view(torch.uint8).copy_(message.view(-1).view(torch.uint8))
         self.over = True
-
-    def is_over(self) -> bool:
-        return self.over or self.key in self.exchange.messages
 
 
 def _form(tensor: Tensor) -> str:

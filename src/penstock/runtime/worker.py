@@ -28,6 +28,10 @@ MOST_EVENTS = 200_000
 class Feed(Protocol):
     """Where a stage gets the part of a microbatch that it reads for itself."""
 
+    def seed(self, microbatch: int, stage: int) -> None:
+        """Set the random numbers that the stage draws for it."""
+        ...
+
     def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
         """The model inputs in placeholder order, and the target."""
         ...
@@ -123,6 +127,7 @@ class Worker:
             tensors = self.mailbox.take(Action(source, Kind.FORWARD, action.index), stage.index)
             received.update((name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None)
         inputs, target = segment.feed.load(action.index) if stage.reads_data else ((), None)
+        segment.feed.seed(action.index, stage.index)
         version = stage.first_version + segment.schedule.versions[stage.index][action.index]
         made = self._timed(
             action, segment, lambda: stage.module.forward(action.index, inputs, received, target, version)

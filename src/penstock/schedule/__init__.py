@@ -13,12 +13,14 @@ from penstock.schedule.builders import (
     shallow_depths,
     usual_depth,
 )
+from penstock.schedule.cuts import Cuts, cuts_of, due
 from penstock.schedule.pipeline import Pipeline, dependencies, participants
 from penstock.schedule.schedule import Moment, Schedule, check, execution_order
 
 __all__ = [
     "FAMILIES",
     "Action",
+    "Cuts",
     "Family",
     "Kind",
     "Moment",
@@ -27,9 +29,11 @@ __all__ = [
     "build_schedule",
     "check",
     "check_layout",
+    "cuts_of",
     "default_depth",
     "dependencies",
     "depths_with_slack",
+    "due",
     "execution_order",
     "family",
     "participants",

@@ -1,0 +1,129 @@
+"""Takes checkpoints while the pipeline runs: copies a worker's state at a cut, and writes it behind its back.
+
+    worker 0   .. STEP | copy | F B STEP F B STEP ..           every worker copies at its own STEP before the cut,
+      thread                  | meet  write  meet | appear     and no worker waits for another but in the thread
+    worker 1   .. F B STEP F B STEP | copy | F B STEP ..
+      thread                               | meet  write  meet |
+
+One checkpoint at a time: a worker that comes to the next cut while its thread still writes waits for it there. The
+thread in turn may wait for other workers to come to its own cut; all they need of this worker for that was sent
+before the next cut, so nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from penstock.errors import PenstockError, WorkerError
+from penstock.run import RunDirectory
+from penstock.runtime import checkpoint
+from penstock.runtime.checkpoint import Checkpoint
+from penstock.runtime.state import WorkerState
+from penstock.runtime.transport import short_reason
+from penstock.sampling import Epoch
+from penstock.schedule import Action, Kind, Schedule, cuts_of, due
+
+Save = Callable[[Path, Mapping[str, Tensor]], None]
+"""Writes this worker's tensors for the checkpoint of that place; returns when every worker's are written."""
+
+
+class _Moment(NamedTuple):
+    done: Checkpoint
+    """at the cut"""
+    steps: tuple[int, ...]
+    """of each stage, the STEP after which its state is that of the cut"""
+
+
+def save_together(group: dist.ProcessGroup) -> Save:
+    """With all workers, over a group that nothing else uses, since it is used at moments of its own."""
+    return lambda directory, tensors: checkpoint.save_shard(directory, tensors, group)
+
+
+class Keeper:
+    def __init__(
+        self, state: WorkerState, run: RunDirectory, *, rank: int, save: Save, every: int, keep: int, timeout_s: float
+    ) -> None:
+        self.state, self.run, self.rank = state, run, rank
+        self.save, self.every, self.keep, self.timeout_s = save, every, keep, timeout_s
+        self._moments: deque[_Moment] = deque()
+        self._taken: dict[int, dict[str, Tensor]] = {}
+        """of the stages that this worker runs, those that are at the cut"""
+        self._writing: threading.Thread | None = None
+        self._place = run.checkpoints
+        self._failed: BaseException | None = None
+
+    def expect(self, schedule: Schedule, part: Epoch, before: Checkpoint, *, is_last: bool) -> Checkpoint:
+        """Take the checkpoints of a part that are due, and that at the end of the run; returns where the part ends."""
+
+        def done_at(cut: int) -> Checkpoint:
+            return replace(before, epoch=part.number, minibatches=part.first_minibatch + cut, steps=before.steps + cut)
+
+        cuts, end = cuts_of(schedule, part.minibatches), len(part.minibatches)
+        chosen = due(cuts, before=before.steps, every=self.every)
+        wanted = sorted({*chosen, end}) if is_last else chosen
+        self._moments = deque(_Moment(done_at(cut), cuts[cut]) for cut in wanted)
+        return done_at(end)
+
+    def after(self, action: Action) -> None:
+        """Call after every action."""
+        # A disk that fails is told at once. That a peer is gone the pipeline finds out for itself, and knows which.
+        if self._failed is not None and not isinstance(self._failed, RuntimeError):
+            self._raise(self._failed)
+        if action.kind is Kind.STEP and self._moments and self._moments[0].steps[action.stage] == action.index:
+            if not self._taken:
+                self.finish()
+            self._taken[action.stage] = self.state.snapshot(action.stage)
+            if len(self._taken) == len(self.state.stages):
+                self._start(self._moments.popleft())
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written."""
+        if self._writing is not None:
+            self._writing.join(self.timeout_s)
+            if self._writing.is_alive():
+                raise WorkerError(
+                    f"worker {self.rank} waited for {self._place} to be written by all workers (at most "
+                    f"{self.timeout_s:g} s); see what the others report, or raise --timeout if the disk is only slow"
+                )
+            self._writing = None
+        if self._failed is not None:
+            self._raise(self._failed)
+
+    def _start(self, moment: _Moment) -> None:
+        tensors = self.state.snapshot_of_unused()
+        for taken in self._taken.values():
+            tensors |= taken
+        self._taken = {}
+        self._place = checkpoint.directory_of(self.run.checkpoints, moment.done.steps)
+        # A daemon: a worker that fails must not stay for its thread, which may wait for others that have ended.
+        self._writing = threading.Thread(target=self._write, args=(moment.done, self._place, tensors), daemon=True)
+        self._writing.start()
+
+    def _write(self, done: Checkpoint, place: Path, tensors: Mapping[str, Tensor]) -> None:
+        try:
+            self.save(place, tensors)
+            if self.rank == 0:
+                checkpoint.commit(place, done)
+                checkpoint.prune(self.run.complete_checkpoints(), self.keep)
+        except BaseException as error:  # torch's own is no Exception
+            self._failed = error
+
+    def _raise(self, error: BaseException) -> None:
+        rank = self.rank
+        if isinstance(error, CheckpointException):
+            rank, (error, _) = min(error.failures.items())
+        if isinstance(error, PenstockError):
+            raise error
+        raise WorkerError(
+            f"checkpoint {self._place} could not be written by worker {rank}: {short_reason(error)}; "
+            "see to that, then go on from the checkpoint before it with --resume"
+        ) from error
