@@ -319,10 +319,10 @@ def test_a_stage_of_an_asynchronous_schedule_may_clip_by_its_own_norm_in_a_hook_
     assert max(norms) <= 0.01 * (1 + 1e-4)
 
 
-def test_only_a_job_that_clips_has_a_group_of_all_workers() -> None:
+def test_only_a_job_whose_stages_update_together_has_a_group_of_all_workers() -> None:
     plan = even_plan(profile_of("conv"), (1, 2), "1f1b", 2)
     assert sync_groups(plan) == [(1, 2)]
-    assert sync_groups(plan, clips=True) == [(0, 1, 2), (1, 2)]
+    assert sync_groups(plan, together=True) == [(0, 1, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(

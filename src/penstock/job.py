@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from penstock.errors import JobError
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+
+
+Precision = Literal["float32", "bf16", "fp16"]
 
 
 class Samples(Protocol):
@@ -45,6 +48,13 @@ class Job:
     """after what a scheduler steps"""
     clip_norm: float | None = None
     """the most that the norm of all gradients together may be, as in clip_grad_norm_; for synchronous schedules"""
+    precision: Precision = "float32"
+    """what a stage computes in, by torch.autocast; weights stay as they are. fp16 is for synchronous schedules"""
+
+    @property
+    def updates_together(self) -> bool:
+        """Whether an update needs something of all stages at once, as only synchronous schedules have it."""
+        return self.clip_norm is not None or self.precision == "fp16"
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "epochs"):
@@ -55,6 +65,8 @@ class Job:
             raise JobError(f"Job.scheduler_steps is {self.scheduler_steps!r}; choose 'minibatch' or 'epoch'")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise JobError(f"Job.clip_norm is {self.clip_norm!r}; it must be above 0, or None to leave gradients alone")
+        if self.precision not in get_args(Precision):
+            raise JobError(f"Job.precision is {self.precision!r}; choose 'float32', 'bf16' or 'fp16'")
         if not hasattr(self.data, "__len__") or not hasattr(self.data, "__getitem__"):
             raise JobError("Job.data has no length or no items by index; give a map-style dataset (or a list)")
         if len(self.data) < 1:

@@ -15,6 +15,7 @@ from penstock.runtime.capture import Captured, capture
 from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
+from penstock.runtime.precision import LossScaler, autocast_for
 from penstock.runtime.split import Splitter, check_same_model
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync, owners_of_parameters
@@ -64,12 +65,22 @@ def check_job(job: Job, plan: Plan) -> None:
             f"schedule {plan.schedule} has no backwards: nothing would be trained, no gradients made; "
             f"plan with --schedule {names}"
         )
+    synchronous = " or ".join(name for name, kind in FAMILIES.items() if kind.trains and not kind.asynchronous)
     if job.clip_norm is not None and plan.is_asynchronous:
-        names = " or ".join(name for name, kind in FAMILIES.items() if kind.trains and not kind.asynchronous)
         raise PlanError(
             f"Job.clip_norm limits the norm over all stages at one update, but under schedule {plan.schedule} stages "
-            f"update at different moments; plan with --schedule {names}, or let the optimizer clip each "
+            f"update at different moments; plan with --schedule {synchronous}, or let the optimizer clip each "
             "stage by its own norm (docs/jobs.md)"
+        )
+    if job.precision == "fp16" and plan.is_asynchronous:
+        raise PlanError(
+            f"Job.precision fp16 scales the loss by what all stages agree on at one update, but under schedule "
+            f"{plan.schedule} stages update at different moments; take precision bf16, which needs no scale, "
+            f"or plan with --schedule {synchronous}"
+        )
+    if plan.profile.precision != job.precision:
+        raise PlanError(
+            f"the plan is for precision {plan.profile.precision}, the job has {job.precision}; profile and plan again"
         )
     if plan.profile.batch_size != job.batch_size:
         raise PlanError(
@@ -142,10 +153,14 @@ def assemble(
         weights,
         lambda output, target: job.loss(rebuild(output), target),
         recompute=plan.stages[index].recompute,
+        autocast=autocast_for(job.precision, device),
     )
-    clip = None
+    clip, scaler = None, None
     if job.clip_norm is not None:
         clip = GlobalClip(plan, job.clip_norm, transport=transport, device=device, timeout_s=timeout_s)
+    if job.precision == "fp16":
+        everybody = tuple(range(len(plan.devices)))
+        scaler = LossScaler(everybody=everybody, transport=transport, device=device, timeout_s=timeout_s)
     worker = Worker(
         rank=transport.rank,
         stage_index=index,
@@ -159,6 +174,7 @@ def assemble(
         ),
         sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
         clip=clip,
+        scaler=scaler,
         clock=clock,
         device=device,
         sends_to={target: names for (source, target), names in edges.items() if source == index},

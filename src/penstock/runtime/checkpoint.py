@@ -35,6 +35,8 @@ class Checkpoint:
     """done of it"""
     steps: int
     """minibatches done in all epochs together"""
+    loss_scale: tuple[float, int] | None = None
+    """in fp16: the scale, and the updates since it changed"""
     files: Mapping[str, str]
     """tensor -> file"""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WorkerError
+from penstock.runtime.precision import Autocast
 from penstock.runtime.recompute import Computed, Recorder, forgotten
 from penstock.runtime.split import Section
 from penstock.runtime.weights import Version, Weights
@@ -34,11 +36,17 @@ class StageModule:
     """Computes a section and keeps what its backward will need: all that autograd saved, or the inputs alone."""
 
     def __init__(
-        self, section: Section, weights: Weights, loss: Callable[[Any, Any], Tensor], *, recompute: bool = False
+        self,
+        section: Section,
+        weights: Weights,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        recompute: bool = False,
+        autocast: Autocast = nullcontext,
     ) -> None:
         """``loss`` takes what the section's output node holds, and the target; it is called once per microbatch."""
         self.section, self.weights = section, weights
-        self._loss = loss
+        self._loss, self._autocast = loss, autocast
         self._recorder = Recorder(section) if recompute else None
         self._in_flight: dict[int, _InFlight] = {}
         self.losses: dict[int, float] = {}
@@ -65,13 +73,14 @@ class StageModule:
             made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target)
             self._in_flight[microbatch] = _InFlight(version, leaves, lambda: made)
             return made.sent
-        (values, _), replay = self._recorder.run(version.leaves, arguments)
+        with self._autocast():
+            (values, _), replay = self._recorder.run(version.leaves, arguments)
         self._in_flight[microbatch] = _InFlight(version, leaves, partial(self._make, replay.run, microbatch, target))
         return {name: forgotten(value) for name, value in self._by_name(values).items()}
 
     def _make(self, compute: Callable[[], Computed], microbatch: int, target: Any) -> _Made:
         """What the backward starts from, with the graph behind it."""
-        with torch.enable_grad():
+        with torch.enable_grad(), self._autocast():
             values, output = compute()
             loss = self._loss(output, target) if self.section.makes_output else None
         if loss is not None:

@@ -49,7 +49,7 @@ class Options:
 def train_worker(job: Job, plan: Plan, options: Options) -> None:
     """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
     with worker_process(plan, options.timeout_s) as device:
-        transport = TorchTransport(sync_groups(plan, clips=job.clip_norm is not None))
+        transport = TorchTransport(sync_groups(plan, together=job.updates_together))
         assembly = assemble(
             job,
             plan,
@@ -190,14 +190,18 @@ class _Training:
     def _restore(self) -> checkpoint.Checkpoint:
         if self.options.resume is None:
             return checkpoint.Checkpoint(epoch=0, minibatches=0, steps=0, files={})
-        stage = self.worker.stage
-        return checkpoint.restore(self.options.resume, stage.section, stage.weights)
+        stage, scaler = self.worker.stage, self.worker.scaler
+        done = checkpoint.restore(self.options.resume, stage.section, stage.weights)
+        if scaler is not None and done.loss_scale is not None:
+            scaler.scale, scaler.good_updates = done.loss_scale
+        return done
 
     def _checkpoint(self, part: Epoch, steps_before: int) -> checkpoint.Checkpoint:
         """The first replica of every stage writes; a tied parameter is written by the first stage that has it."""
         steps = steps_before + len(part.minibatches)
         directory = checkpoint.directory_of(self.run_directory.checkpoints, steps)
         pipeline, index, stage = self.plan.pipeline, self.worker.stage_index, self.worker.stage
+        scaler = self.worker.scaler
         written: list[str] = []
         if self.rank == pipeline.workers[index][0]:
             earlier = [layer for before in self.plan.stages[:index] for layer in before.layers]
@@ -206,7 +210,11 @@ class _Training:
         parts = self._gather(f"checkpoint-{steps}", written)
         files = checkpoint.shard_files({s: parts[w[0]] for s, w in enumerate(pipeline.workers)} if parts else {})
         done = checkpoint.Checkpoint(
-            epoch=part.number, minibatches=part.first_minibatch + len(part.minibatches), steps=steps, files=files
+            epoch=part.number,
+            minibatches=part.first_minibatch + len(part.minibatches),
+            steps=steps,
+            loss_scale=(scaler.scale, scaler.good_updates) if scaler is not None else None,
+            files=files,
         )
         if self.rank == 0:
             checkpoint.commit(directory, done)

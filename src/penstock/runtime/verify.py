@@ -13,17 +13,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from penstock.errors import WorkerError
-from penstock.job import Job
+from penstock.job import Job, Precision
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
+from penstock.runtime.precision import autocast_for
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import worker_process
 from penstock.runtime.transport import TorchTransport
 from penstock.runtime.worker import Segment
 from penstock.sampling import Epoch
 from penstock.schedule import Kind, Schedule, build_schedule
+
+
+TOLERANCES: dict[Precision, float] = {"float32": 1e-4, "fp16": 4e-3, "bf16": 2e-2}
+"""A weight used twice in one process sums its gradients in the job's precision, and in two stages in its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,7 @@ def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> No
 def save_gradients(assembly: Assembly, directory: Path) -> None:
     worker, epoch = assembly.worker, verification_epoch(assembly.job, assembly.plan)
     segment: Segment = replace(assembly.segment(epoch), schedule=_without_steps(assembly.plan, epoch))
+    worker.scaler = None  # no update follows that would take the scale out of the gradients again
     worker.run(segment)
     tensors = {name: gradient.cpu().clone() for name, gradient in worker.stage.weights.gradients.items()}
     save_file(tensors, directory / f"worker-{worker.rank}.safetensors")
@@ -70,7 +76,7 @@ def verification_epoch(job: Job, plan: Plan) -> Epoch:
     return Epoch(num_samples=num_samples, batch_size=batch_size, microbatches=count, seed=job.seed)
 
 
-def compare(job: Job, plan: Plan, directory: Path, tolerance: float) -> Verification:
+def compare(job: Job, plan: Plan, directory: Path) -> Verification:
     """The reference: the same microbatches one after another through the whole model, in this process."""
     switch_dropout_off(job.model)
     epoch = verification_epoch(job, plan)
@@ -99,7 +105,7 @@ def compare(job: Job, plan: Plan, directory: Path, tolerance: float) -> Verifica
         gradients=compared,
         largest_difference=worst,
         worst_parameter=worst_name,
-        tolerance=tolerance,
+        tolerance=TOLERANCES[job.precision],
     )
 
 
@@ -107,10 +113,12 @@ def reference_gradients(job: Job, epoch: Epoch) -> tuple[float, dict[str, Tensor
     job.model.train()
     job.model.zero_grad()
     total, mean_loss = sum(epoch.samples), 0.0
+    autocast = autocast_for(job.precision, torch.device("cpu"))
     for microbatch, samples in enumerate(epoch.samples):
         inputs, target = load_microbatch(job, epoch, microbatch)
         args, kwargs = call_arguments(inputs)
-        loss = job.loss(job.model(*args, **kwargs), target)
+        with autocast():
+            loss = job.loss(job.model(*args, **kwargs), target)
         torch.autograd.backward(loss * (samples / total))
         mean_loss += float(loss.detach()) * samples / total
     gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.precision import LossScaler
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync
 from penstock.schedule import Action, Kind, Schedule
@@ -68,6 +69,7 @@ class Worker:
     """later stages -> the values they read from this one, in the order both ends know"""
     receives_from: dict[int, tuple[str, ...]]
     clip: GlobalClip | None = None
+    scaler: LossScaler | None = None
     on_action: Callable[[Action], None] = lambda action: None
     """called after every action: progress, faults injected by tests"""
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
@@ -124,8 +126,9 @@ class Worker:
 
     def _step(self, action: Action, segment: Segment, *, keep: bool) -> None:
         weights = self.stage.weights
-        if self.clip is not None:  # not timed, as waiting for a message is not
-            self.clip.run(weights)
+        for meeting in (self.scaler, self.clip):
+            if meeting is not None:  # not timed, as waiting for a message is not
+                meeting.run(weights)
         self._timed(action, segment, partial(weights.step, segment.steps_before(action.stage, action.index), keep=keep))
 
     def _gradient_weights(self, microbatch: int, segment: Segment) -> tuple[float, float]:
@@ -135,7 +138,10 @@ class Worker:
         are larger or smaller corrects by the ratio. Under a synchronous schedule all rounds are alike and it is 1.
         """
         last = segment.round_samples(segment.schedule.pipeline.num_stages - 1, microbatch)
-        return segment.samples[microbatch] / last, last / segment.round_samples(self.stage_index, microbatch)
+        loss_scale = self.scaler.scale if self.scaler is not None else 1.0
+        return loss_scale * segment.samples[microbatch] / last, last / segment.round_samples(
+            self.stage_index, microbatch
+        )
 
     def _timed(self, action: Action, segment: Segment, compute: Callable[[], Any]) -> Any:
         start_s = self.clock()
