@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,18 +208,18 @@ def test_any_optimizer_gives_the_weights_of_one_process(name: str, replicas: tup
     check_as_one_process("tied", replicas, "1f1b", optimizer=OPTIMIZERS[name], scheduler=SCHEDULERS["cosine"])
 
 
-def test_the_optimizers_of_the_docs_train() -> None:
-    examples = blocks((ROOT / "docs" / "jobs.md").read_text(), "python")
-    assert len(examples) == 2
-    for text in examples:
-        names: dict[str, Any] = {"torch": torch}
-        exec(text, names)
-        plan = even_plan(profile_of("conv"), (1, 1), "pipedream")
-        before = dict(job_with("conv").model.named_parameters())
-        for worker in weights_of(
-            run_in_threads(plan, functools.partial(job_with, "conv", optimizer=names["optimizer"]))
-        ):
-            assert all(not torch.equal(tensor, before[name]) for name, tensor in worker.items())
+@pytest.mark.parametrize("text", blocks((ROOT / "docs" / "jobs.md").read_text(), "python"))
+def test_what_the_docs_put_into_a_job_trains(text: str) -> None:
+    names: dict[str, Any] = {"torch": torch}
+    exec(text, names)
+    given = {field.name: names[field.name] for field in fields(Job) if field.name in names}
+    assert given
+    if "metrics" in given:
+        given["evaluation"] = job_with("conv").data
+    before = dict(job_with("conv").model.named_parameters())
+    plan = even_plan(profile_of("conv"), (1, 1), "pipedream")
+    for worker in weights_of(run_in_threads(plan, functools.partial(job_with, "conv", **given))):
+        assert all(not torch.equal(tensor, before[name]) for name, tensor in worker.items())
 
 
 def test_a_stage_may_have_only_some_of_the_groups() -> None:

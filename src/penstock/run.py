@@ -14,6 +14,20 @@ from penstock.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    epoch: int
+    """under way, or just ended, counted from 0"""
+    steps: int
+    """minibatches trained before it, in all epochs together"""
+    values: Mapping[str, float | None]
+    """the loss and the metrics, means over the held-out samples; None where it was not a number"""
+
+    def __str__(self) -> str:
+        shown = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in self.values.items())
+        return f"evaluation after {self.steps} minibatches (epoch {self.epoch + 1}): {shown}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     samples: int
     """trained on, all epochs together"""
@@ -25,6 +39,9 @@ class Result:
     """the newest, relative to the run"""
     device_kinds: Mapping[str, str]
     """worker number -> what it ran on"""
+    evaluations: tuple[Evaluation, ...] = ()
+    """of the whole run, also before it was resumed"""
+    stopped_early: bool = False
 
     FORMAT: ClassVar[str] = "penstock.result/1"
 

@@ -70,10 +70,25 @@ class Epoch:
         indices: list[int] = self._permutation[start : start + self.samples[microbatch]].tolist()
         return indices
 
-    def parts(self, minibatches: int) -> list[Epoch]:
-        """The rest of this epoch in pieces of so many minibatches."""
-        starts = range(self.first_minibatch, len(self._all_minibatches), minibatches)
-        return [replace(self, first_minibatch=start, last_minibatch=start + minibatches) for start in starts]
+    @property
+    def is_end(self) -> bool:
+        """Whether nothing of the whole epoch comes after it."""
+        return self.minibatches_done == len(self._all_minibatches)
+
+    @property
+    def minibatches_done(self) -> int:
+        """Of the whole epoch, after this part of it."""
+        return self.first_minibatch + len(self.minibatches)
+
+    def parts(self, *every: int) -> list[Epoch]:
+        """The rest of this epoch in pieces that end where the whole epoch has had a multiple of one of these numbers
+        of minibatches, or all."""
+        total, first = len(self._all_minibatches), self.first_minibatch
+        if first >= total:
+            return []
+        ends = sorted({end for number in every for end in range(number, total, number) if end > first} | {total})
+        starts = [first, *ends[:-1]]
+        return [replace(self, first_minibatch=s, last_minibatch=e) for s, e in zip(starts, ends, strict=True)]
 
     @cached_property
     def _all_minibatches(self) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profil
 
 
 def schedule_for(job_file: Path) -> str:
-    """The schedule to plan with where none was asked for: a job that clips, or scales its loss, needs a synchronous one."""
+    """The schedule to plan with where none was asked for: a job whose stages update together needs 1f1b."""
     return "1f1b" if load_job(job_file).updates_together else "pipedream"
 
 

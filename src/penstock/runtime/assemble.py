@@ -11,6 +11,7 @@ import torch
 from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
+from penstock.runtime.buffers import ReplicaBuffers
 from penstock.runtime.capture import Captured, capture
 from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
 from penstock.runtime.mailbox import Mailbox
@@ -52,7 +53,8 @@ def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> Splitter:
     check_job(job, plan)
     inputs, _ = load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0)
     inputs, others = to_device((inputs, inputs_of_other_shapes(job, inputs)), device)
-    splitter = Splitter(capture(job.model.to(device), inputs, others))
+    job.model.to(device).train()  # for modules that the graph calls whole
+    splitter = Splitter(capture(job.model, inputs, others))
     check_same_model(splitter, (layer.name for layer in plan.profile.graph.layers), "the plan")
     return splitter
 
@@ -107,6 +109,7 @@ class Assembly:
     plan: Plan
     splitter: Splitter
     worker: Worker
+    buffers: ReplicaBuffers
 
     def segment(self, epoch: Epoch, first_microbatch: int = 0, first_round: int = 0) -> Segment:
         section = self.worker.stage.section
@@ -180,4 +183,5 @@ def assemble(
         sends_to={target: names for (source, target), names in edges.items() if source == index},
         receives_from={source: names for (source, target), names in edges.items() if target == index},
     )
-    return Assembly(job, plan, splitter, worker)
+    buffers = ReplicaBuffers(section.buffers, pipeline.workers[index], transport=transport, timeout_s=timeout_s)
+    return Assembly(job, plan, splitter, worker, buffers)

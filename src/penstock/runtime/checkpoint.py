@@ -21,6 +21,7 @@ from torch import Tensor
 
 from penstock import codec
 from penstock.errors import FormatError
+from penstock.run import Evaluation
 from penstock.runtime.split import Section
 from penstock.runtime.weights import Weights
 
@@ -37,6 +38,8 @@ class Checkpoint:
     """minibatches done in all epochs together"""
     loss_scale: tuple[float, int] | None = None
     """in fp16: the scale, and the updates since it changed"""
+    evaluations: tuple[Evaluation, ...] = ()
+    """so far"""
     files: Mapping[str, str]
     """tensor -> file"""
 

@@ -81,6 +81,10 @@ class Splitter:
         """The model's names of the parameters that a layer uses."""
         return tuple(self._parameters(self.captured.layers[layer].nodes))
 
+    def tensors_of(self, layer: int) -> tuple[str, ...]:
+        """The model's names of the parameters and buffers that a layer uses."""
+        return tuple(self._tensors(self.captured.layers[layer].nodes))
+
     def edge_values(self, stages: Sequence[Collection[int]]) -> dict[tuple[int, int], tuple[str, ...]]:
         """For each pair of stages that exchange anything, the names of the values, in the order of the graph."""
         stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
@@ -192,23 +196,27 @@ class Splitter:
         return targets
 
     def _parameters(self, nodes: Iterable[fx.Node]) -> dict[str, nn.Parameter]:
-        found: dict[str, nn.Parameter] = {}
+        return {name: t for name, t in self._tensors(nodes).items() if isinstance(t, nn.Parameter)}
+
+    def _tensors(self, nodes: Iterable[fx.Node]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
         for node in nodes:
             for holder in (node, *(source for source in node.all_input_nodes if source.op == "get_attr")):
-                for parameter in self._held_by(holder):
-                    name = self.captured.canonical_names.get(id(parameter))
+                for tensor in self._held_by(holder):
+                    name = self.captured.canonical_names.get(id(tensor))
                     if name is not None:
-                        found[name] = parameter
+                        found[name] = tensor
         return found
 
-    def _held_by(self, node: fx.Node) -> Iterable[nn.Parameter]:
+    def _held_by(self, node: fx.Node) -> Iterable[Tensor]:
         name = str(node.target)
         if node.op == "call_module":
-            return self.captured.root.get_submodule(name).parameters()
+            module = self.captured.root.get_submodule(name)
+            return (*module.parameters(), *module.buffers())
         if node.op == "get_attr":
             path, _, attribute = name.rpartition(".")
             value = getattr(self.captured.root.get_submodule(path), attribute)
-            return (value,) if isinstance(value, nn.Parameter) else ()
+            return (value,) if isinstance(value, Tensor) else ()
         return ()
 
 

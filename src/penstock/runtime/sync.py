@@ -27,9 +27,9 @@ def owners_of_parameters(plan: Plan) -> dict[str, tuple[int, ...]]:
 def sync_groups(plan: Plan, *, together: bool = False) -> list[tuple[int, ...]]:
     """Every set of workers that will ever sum together, in an order all workers agree on.
 
-    ``together`` says that all of them meet at an update.
+    ``together`` says that all of them meet, at an update or to evaluate.
     """
-    groups = set(owners_of_parameters(plan).values())
+    groups = set(owners_of_parameters(plan).values()) | set(plan.pipeline.workers)
     if together:
         groups.add(tuple(range(len(plan.devices))))
     return sorted(workers for workers in groups if len(workers) > 1)

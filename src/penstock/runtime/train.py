@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,10 @@ from penstock import codec
 from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
-from penstock.run import Result, RunDirectory
+from penstock.run import Evaluation, Result, RunDirectory
 from penstock.runtime import checkpoint
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
+from penstock.runtime.evaluate import Evaluator
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
 from penstock.runtime.progress import ProgressLine, Report
@@ -49,7 +51,7 @@ class Options:
 def train_worker(job: Job, plan: Plan, options: Options) -> None:
     """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
     with worker_process(plan, options.timeout_s) as device:
-        transport = TorchTransport(sync_groups(plan, together=job.updates_together))
+        transport = TorchTransport(sync_groups(plan, together=job.updates_together or job.evaluation is not None))
         assembly = assemble(
             job,
             plan,
@@ -105,6 +107,9 @@ class _Training:
         self._segment_start_s = 0.0
         self._origin_s = 0.0
         self._rounds = 0
+        self.evaluator = None if self.job.evaluation is None else Evaluator(assembly, self.job.evaluation)
+        self.evaluations: tuple[Evaluation, ...] = ()
+        self.stopped_early = False
         self._meetings = 0
         self._line: ProgressLine | None = None
 
@@ -118,9 +123,9 @@ class _Training:
             epoch = make_epoch(self.job, self.plan, number)
             if number == done.epoch:
                 epoch = replace(epoch, first_minibatch=done.minibatches)
-            for part in epoch.parts(self.options.checkpoint_every):
-                self._run_part(part)
-                done = self._checkpoint(part, done.steps)
+            done = self._run_epoch(epoch, done)
+            if self.stopped_early:
+                break
         if self._line:
             self._line.close()
         if not self.sizes:
@@ -128,6 +133,32 @@ class _Training:
                 f"nothing is left to train: the checkpoint has all {self.job.epochs} epochs; raise Job.epochs"
             )
         self._hand_in()
+
+    def _run_epoch(self, epoch: Epoch, done: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
+        """All of it, or as much as until an evaluation says to stop."""
+        every, evaluate_every = self.options.checkpoint_every, self.job.evaluate_every or sys.maxsize
+        steps = done.steps
+        for part in epoch.parts(every, evaluate_every):
+            self._run_part(part)
+            steps += len(part.minibatches)
+            if part.is_end or part.minibatches_done % evaluate_every == 0:
+                self._evaluate(part, steps)
+            if self.stopped_early or part.is_end or part.minibatches_done % every == 0:
+                done = self._checkpoint(part, steps)
+            if self.stopped_early:
+                break
+        return done
+
+    def _evaluate(self, part: Epoch, steps: int) -> None:
+        """All workers find the same values, so they all stop or none does."""
+        if self.evaluator is None:
+            return
+        found = {name: value if math.isfinite(value) else None for name, value in self.evaluator.run().items()}
+        self.evaluations += (Evaluation(epoch=part.number, steps=steps, values=found),)
+        stop = self.job.early_stop
+        self.stopped_early = stop is not None and stop.stops([e.values.get(stop.metric) for e in self.evaluations])
+        if self._line:
+            self._line.note(str(self.evaluations[-1]) + ("; stopped early" if self.stopped_early else ""))
 
     def _run_part(self, part: Epoch) -> None:
         """Fill the pipeline, run, and drain it."""
@@ -194,11 +225,12 @@ class _Training:
         done = checkpoint.restore(self.options.resume, stage.section, stage.weights)
         if scaler is not None and done.loss_scale is not None:
             scaler.scale, scaler.good_updates = done.loss_scale
+        self.evaluations = done.evaluations
         return done
 
-    def _checkpoint(self, part: Epoch, steps_before: int) -> checkpoint.Checkpoint:
+    def _checkpoint(self, part: Epoch, steps: int) -> checkpoint.Checkpoint:
         """The first replica of every stage writes; a tied parameter is written by the first stage that has it."""
-        steps = steps_before + len(part.minibatches)
+        self.assembly.buffers.average()
         directory = checkpoint.directory_of(self.run_directory.checkpoints, steps)
         pipeline, index, stage = self.plan.pipeline, self.worker.stage_index, self.worker.stage
         scaler = self.worker.scaler
@@ -211,9 +243,10 @@ class _Training:
         files = checkpoint.shard_files({s: parts[w[0]] for s, w in enumerate(pipeline.workers)} if parts else {})
         done = checkpoint.Checkpoint(
             epoch=part.number,
-            minibatches=part.first_minibatch + len(part.minibatches),
+            minibatches=part.minibatches_done,
             steps=steps,
             loss_scale=(scaler.scale, scaler.good_updates) if scaler is not None else None,
+            evaluations=self.evaluations,
             files=files,
         )
         if self.rank == 0:
@@ -242,6 +275,8 @@ class _Training:
                 losses=_per_minibatch(itertools.chain.from_iterable(losses), self.minibatches),
                 checkpoint=str(newest.relative_to(self.run_directory.path)) if newest else None,
                 device_kinds={str(rank): kind for rank, kind in enumerate(kinds)},
+                evaluations=self.evaluations,
+                stopped_early=self.stopped_early,
             )
             codec.save(self.plan, self.run_directory.plan)
             codec.save(merge("measured", self.plan.worker_names, self.sizes, parts), self.run_directory.trace)

@@ -26,7 +26,6 @@ from penstock.runtime.worker import Segment
 from penstock.sampling import Epoch
 from penstock.schedule import Kind, Schedule, build_schedule
 
-
 TOLERANCES: dict[Precision, float] = {"float32": 1e-4, "fp16": 4e-3, "bf16": 2e-2}
 """A weight used twice in one process sums its gradients in the job's precision, and in two stages in its own."""
 
