@@ -77,6 +77,8 @@ class Job:
     evaluate_every: int | None = None
     """minibatches of an epoch after which to evaluate too"""
     early_stop: EarlyStop | None = None
+    sync_batch_norm: bool = False
+    """take the statistics of batch norm over the microbatches that replicas run together"""
     precision: Precision = "float32"
     """what a stage computes in, by torch.autocast; weights stay as they are. fp16 is for synchronous schedules"""
 

@@ -11,6 +11,7 @@ import torch
 from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
+from penstock.runtime.batch_norm import check_lock_step, synchronise
 from penstock.runtime.buffers import ReplicaBuffers
 from penstock.runtime.capture import Captured, capture
 from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
@@ -80,6 +81,8 @@ def check_job(job: Job, plan: Plan) -> None:
             f"{plan.schedule} stages update at different moments; take precision bf16, which needs no scale, "
             f"or plan with --schedule {synchronous}"
         )
+    if job.sync_batch_norm:
+        check_lock_step(plan, make_epoch(job, plan, 0).minibatches)
     if plan.profile.precision != job.precision:
         raise PlanError(
             f"the plan is for precision {plan.profile.precision}, the job has {job.precision}; profile and plan again"
@@ -148,6 +151,8 @@ def assemble(
     pipeline = plan.pipeline
     index = pipeline.stage_of[transport.rank]
     section = splitter.section(plan.stages[index].layers)
+    if job.sync_batch_norm and len(pipeline.workers[index]) > 1:
+        synchronise(section, splitter.captured, pipeline.workers[index], transport, timeout_s)
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
     weights = Weights(section.parameters, job.optimizer, job.scheduler)
     rebuild = splitter.captured.rebuild_output

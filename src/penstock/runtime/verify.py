@@ -7,10 +7,12 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from penstock.errors import WorkerError
 from penstock.job import Job, Precision
@@ -38,7 +40,8 @@ class Verification:
     gradients: int
     """how many were compared, on all workers together"""
     largest_difference: float
-    """of any gradient element, beside the largest element of that gradient (or a hundredth of the largest of all)"""
+    """of any gradient element, beside the largest element of that gradient (or a hundredth of the largest of all,
+    in low precision a tenth)"""
     worst_parameter: str
     tolerance: float
 
@@ -79,11 +82,13 @@ def compare(job: Job, plan: Plan, directory: Path) -> Verification:
     """The reference: the same microbatches one after another through the whole model, in this process."""
     switch_dropout_off(job.model)
     epoch = verification_epoch(job, plan)
-    expected_loss, expected = reference_gradients(job, epoch)
+    together = len(plan.pipeline.workers[0]) if job.sync_batch_norm else 1
+    expected_loss, expected = reference_gradients(job, epoch, together)
     losses: dict[int, float] = {}
     compared, worst, worst_name = 0, 0.0, ""
     # A gradient that is zero but for rounding (a bias before batch norm) has no size of its own to compare with.
-    smallest_size = 1e-2 * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
+    smallest_share = 1e-2 if job.precision == "float32" else 1e-1
+    smallest_size = smallest_share * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
     for rank, stage in enumerate(plan.pipeline.stage_of):
         found = load_file(directory / f"worker-{rank}.safetensors")
         losses |= {int(m): loss for m, loss in json.loads((directory / f"worker-{rank}.json").read_text()).items()}
@@ -108,13 +113,16 @@ def compare(job: Job, plan: Plan, directory: Path) -> Verification:
     )
 
 
-def reference_gradients(job: Job, epoch: Epoch) -> tuple[float, dict[str, Tensor]]:
+def reference_gradients(job: Job, epoch: Epoch, together: int = 1) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss and the gradients, with so many microbatches at a time."""
     job.model.train()
     job.model.zero_grad()
     total, mean_loss = sum(epoch.samples), 0.0
     autocast = autocast_for(job.precision, torch.device("cpu"))
-    for microbatch, samples in enumerate(epoch.samples):
-        inputs, target = load_microbatch(job, epoch, microbatch)
+    for first in range(0, len(epoch.samples), together):
+        members = range(first, first + together)
+        samples = sum(epoch.samples[m] for m in members)
+        inputs, target = _joined([load_microbatch(job, epoch, m) for m in members])
         args, kwargs = call_arguments(inputs)
         with autocast():
             loss = job.loss(job.model(*args, **kwargs), target)
@@ -122,6 +130,12 @@ def reference_gradients(job: Job, epoch: Epoch) -> tuple[float, dict[str, Tensor
         mean_loss += float(loss.detach()) * samples / total
     gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
     return mean_loss, gradients
+
+
+def _joined(batches: list[Any]) -> Any:
+    if len(batches) == 1:
+        return batches[0]
+    return pytree.tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *batches)
 
 
 def switch_dropout_off(model: nn.Module) -> None:
