@@ -112,6 +112,42 @@ def test_stages_that_update_less_often_have_the_same_rate_for_the_same_samples(r
         assert rates == pytest.approx({(epoch, minibatch): 0.1 / (1 + epoch) for epoch, minibatch in rates})
 
 
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (2, 3)], ids=str)
+def test_rates_in_proportion_to_replicas_are_those_of_the_first_stage_times_the_ratio(
+    replicas: tuple[int, ...],
+) -> None:
+    """Also with a scheduler on top; under a synchronous schedule all average the same samples."""
+    make = functools.partial(job_with, "conv", lr_by_replicas=True, scheduler=SCHEDULERS["lambda"])
+    ratio = replicas[1] / replicas[0]
+    for schedule, microbatches, second in (("pipedream", 1, ratio), ("vertical", 1, ratio), ("1f1b", 2, 1.0)):
+        plan = even_plan(profile_of("conv"), replicas, schedule, microbatches)
+        for rank, rates in enumerate(rates_at_steps(plan, make)):
+            factor = 1.0 if rank < replicas[0] else second
+            assert rates[0, 0] == pytest.approx(0.1 * factor)
+            assert rates[1, 0] == pytest.approx(0.1 * factor / 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rate"),
+    [
+        (lambda o: lr_scheduler.StepLR(o, 30, gamma=0.1), lambda epoch: 0.1 ** (epoch // 30)),
+        (lambda o: lr_scheduler.PolynomialLR(o, 90, power=2), lambda epoch: (1 - epoch / 90) ** 2),
+        (lambda o: lr_scheduler.ExponentialLR(o, 0.97), lambda epoch: 0.97**epoch),
+    ],
+)
+def test_torch_s_policies_with_a_warm_up_are_those_of_the_docs(policy: Any, rate: Callable[[int], float]) -> None:
+    (parameter,) = nn.Linear(1, 1, bias=False).parameters()
+    weights = Weights(
+        {"weight": parameter},
+        lambda named: torch.optim.SGD(named, lr=1.0),
+        lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o, 0.2, total_iters=4), policy(o)]),
+    )
+    for epoch in range(90):
+        weights.step(epoch)
+        (optimizer,) = weights.optimizers.optimizers
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(min(1.0, (epoch + 1) / 5) * rate(epoch), abs=1e-9)
+
+
 def test_a_run_that_goes_on_has_the_rate_it_would_have_had() -> None:
     make = functools.partial(job_with, "conv", scheduler=SCHEDULERS["one cycle"])
     whole, rest = (
@@ -259,6 +295,18 @@ def test_a_job_with_several_optimizers_is_profiled() -> None:
         job, clock=lambda: 0.0, device=CPU, microbatch_size=4, threads=1, repeats=1, progress=lambda done, total: None
     )
     assert all(parameter.state_bytes > 0 for parameter in made.graph.parameters)
+
+
+# --- accumulation
+
+
+@REPLICAS
+@pytest.mark.parametrize("accumulated", [2, 4])
+def test_accumulating_over_k_batches_is_one_batch_k_times_as_large(accumulated: int, replicas: tuple[int, ...]) -> None:
+    whole = even_plan(profile_of("tied"), (1,), "1f1b", microbatches=1)
+    parts = even_plan(profile_of("tied"), replicas, "1f1b", microbatches=accumulated)
+    make = functools.partial(job_with, "tied", optimizer=OPTIMIZERS["fused AdamW"], clip_norm=0.5)
+    check_same_weights(run_in_threads(parts, make), single_process(make(), whole))
 
 
 # --- clipping

@@ -68,6 +68,8 @@ class Job:
     """makes the learning-rate scheduler of an optimizer: any of torch.optim.lr_scheduler that follows a step count"""
     scheduler_steps: Literal["minibatch", "epoch"] = "minibatch"
     """after what a scheduler steps"""
+    lr_by_replicas: bool = False
+    """multiply a stage's learning rate by how many more microbatches than the first stage's its updates average"""
     clip_norm: float | None = None
     """the most that the norm of all gradients together may be, as in clip_grad_norm_; for synchronous schedules"""
     evaluation: Samples | None = None

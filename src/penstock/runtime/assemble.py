@@ -17,6 +17,7 @@ from penstock.runtime.capture import Captured, capture
 from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
+from penstock.runtime.optimizers import scaled_rates
 from penstock.runtime.precision import LossScaler, autocast_for
 from penstock.runtime.split import Splitter, check_same_model
 from penstock.runtime.stage import StageModule
@@ -137,6 +138,12 @@ class Assembly:
         return epoch.minibatches_before
 
 
+def _update_width(plan: Plan, stage: int) -> float:
+    """How many times as many microbatches an update of this stage averages as one of the first stage."""
+    sizes = plan.pipeline.round_sizes
+    return 1.0 if family(plan.schedule).accumulates else sizes[stage] / sizes[0]
+
+
 def assemble(
     job: Job,
     plan: Plan,
@@ -154,7 +161,8 @@ def assemble(
     if job.sync_batch_norm and len(pipeline.workers[index]) > 1:
         synchronise(section, splitter.captured, pipeline.workers[index], transport, timeout_s)
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
-    weights = Weights(section.parameters, job.optimizer, job.scheduler)
+    optimizer = scaled_rates(job.optimizer, _update_width(plan, index)) if job.lr_by_replicas else job.optimizer
+    weights = Weights(section.parameters, optimizer, job.scheduler)
     rebuild = splitter.captured.rebuild_output
     stage = StageModule(
         section,
