@@ -81,6 +81,8 @@ class Job:
     early_stop: EarlyStop | None = None
     sync_batch_norm: bool = False
     """take the statistics of batch norm over the microbatches that replicas run together"""
+    compile: bool = False
+    """run each stage through torch.compile"""
     precision: Precision = "float32"
     """what a stage computes in, by torch.autocast; weights stay as they are. fp16 is for synchronous schedules"""
 

@@ -14,6 +14,7 @@ from penstock.plan import Plan
 from penstock.runtime.batch_norm import check_lock_step, synchronise
 from penstock.runtime.buffers import ReplicaBuffers
 from penstock.runtime.capture import Captured, capture
+from penstock.runtime.compiling import compiled
 from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
@@ -160,6 +161,8 @@ def assemble(
     section = splitter.section(plan.stages[index].layers)
     if job.sync_batch_norm and len(pipeline.workers[index]) > 1:
         synchronise(section, splitter.captured, pipeline.workers[index], transport, timeout_s)
+    if job.compile:
+        section = compiled(section)
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
     optimizer = scaled_rates(job.optimizer, _update_width(plan, index)) if job.lr_by_replicas else job.optimizer
     weights = Weights(section.parameters, optimizer, job.scheduler)

@@ -21,6 +21,7 @@ from penstock.job import Job, Samples
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, JobFeed
 from penstock.runtime.capture import capture
+from penstock.runtime.compiling import compiled
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
@@ -54,9 +55,10 @@ class Evaluator:
         for source, target in sorted(edges):
             sources[target].append(source)
         self.pipeline = replace(plan.pipeline, reads=tuple(tuple(sources[s]) for s in range(len(stages))))
+        section = self.splitter.section(stages[trained.stage_index])
         rebuild = self.splitter.captured.rebuild_output
         self.stage = _EvaluationStage(
-            self.splitter.section(stages[trained.stage_index]),
+            compiled(section) if job.compile else section,
             trained.stage.weights,
             lambda output, target: job.loss(rebuild(output), target),
             metrics=lambda output, target: _measured(job, rebuild(output), target),

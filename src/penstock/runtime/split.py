@@ -6,7 +6,7 @@ known by the model's own names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,13 +35,15 @@ class Section:
     """the names by which the module knows each of them"""
     buffers: Mapping[str, Tensor]
     """by the model's own names; the module updates them in place"""
+    call: Callable[..., Any] = torch.func.functional_call
+    """runs the module with other tensors in place of its own"""
 
     def run(
         self, leaves: Mapping[str, Tensor], arguments: Iterable[Any], buffers: Mapping[str, Tensor] | None = None
     ) -> tuple[tuple[Any, ...], Any]:
         """Compute with the given tensors in place of the parameters, and of buffers by the module's names."""
         given = {local: leaves[name] for name, locals_ in self.local_names.items() for local in locals_}
-        result: tuple[tuple[Any, ...], Any] = torch.func.functional_call(
+        result: tuple[tuple[Any, ...], Any] = self.call(
             self.module, given | dict(buffers or {}), tuple(arguments), tie_weights=False
         )
         return result
