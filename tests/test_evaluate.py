@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from in_threads import even_plan, profile, profile_of, run_in_threads, train
-from models import make_job
+from models import Undecided, make_job
 from penstock import EarlyStop, Job
 from penstock.errors import JobError, PlanError
 from penstock.plan import Plan
@@ -106,6 +106,21 @@ def test_an_evaluation_is_that_of_one_process(name: str, replicas: tuple[int, ..
     assert all(each == found[0] for each in found), "workers disagree"
     assert found[0][-1] == pytest.approx(in_one_process(assemblies, make()), rel=1e-4, abs=1e-5)
     assert found[0][0] != found[0][1]
+
+
+def test_modules_that_are_called_whole_are_in_eval_mode_too() -> None:
+    """Where a model cannot be traced, its children are layers, dropout and batch norm among them."""
+
+    def make() -> Job:
+        torch.manual_seed(0)
+        model = nn.Sequential(Undecided(), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4))
+        return replace(evaluated_job("undecided"), model=model, data=make_job("undecided", samples=12).data)
+
+    plan = even_plan(profile(make()), (2, 1), "1f1b", 2)
+    assert plan.profile.front_end != "export"
+    assemblies, found = train_and_evaluate(plan, make)
+    assert found[0][-1] == pytest.approx(in_one_process(assemblies, make()), rel=1e-4, abs=1e-5)
+    assert all(module.training for assembly in assemblies for module in assembly.job.model.modules())
 
 
 def test_an_asynchronous_run_is_evaluated_on_the_newest_weights() -> None:

@@ -50,8 +50,8 @@ class LossScaler:
     def run(self, weights: Weights) -> None:
         """Bring the round's gradients, summed over their owners already, to their true size, or discard them."""
         gradients = list(weights.gradients.values())
-        largest = torch._foreach_norm(gradients, math.inf) if gradients else ()
-        self._overflow.fill_(not all(bool(norm.isfinite()) for norm in largest))
+        largest = torch._foreach_norm(gradients, math.inf) if gradients else [torch.zeros((), device=self.device)]
+        self._overflow.copy_(~torch.stack([norm.double() for norm in largest]).isfinite().all())
         if len(self.everybody) > 1:
             self.transport.all_reduce(self._overflow, self.everybody, self.timeout_s)
         if self._overflow.item() > 0:
