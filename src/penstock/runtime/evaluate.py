@@ -95,7 +95,7 @@ class Evaluator:
                 self._meet()  # the messages of all that came before have arrived
                 self.worker.run(self._segment(part))
                 for microbatch, found in self.stage.measured.items():
-                    sums[self.worker.rank] += part.samples[microbatch] * torch.tensor(found).to(sums)
+                    sums[self.worker.rank] += part.samples[microbatch] * sums.new_tensor(found)
                 self.stage.measured.clear()
         # Each worker's in a row of its own, which the others leave at zero; so everyone adds them in the same order.
         self._all_reduce(sums)
