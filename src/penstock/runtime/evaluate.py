@@ -219,7 +219,7 @@ def place_layers(plan: Plan, training: Splitter, evaluated: Splitter) -> list[li
 def _eval_mode(model: nn.Module) -> Iterator[None]:
     """For modules that a graph calls whole; operations have their mode written into them."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    model.train(False)
     try:
         yield
     finally:
