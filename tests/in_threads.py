@@ -112,10 +112,14 @@ def run_in_threads(
     plan: Plan,
     make: Callable[[], Job],
     *,
+    prepare: Callable[[Assembly], None] = lambda assembly: None,
     work: Callable[[Assembly], None] | None = None,
     timeout_s: float = 30.0,
 ) -> list[Assembly]:
-    """Every worker assembled from a job of its own and run for all epochs; raises the first error of any."""
+    """Every worker assembled from a job of its own and run for all epochs; raises the first error of any.
+
+    ``prepare`` is what one thread does for all, one after another, as capture must be.
+    """
     exchange, errors = LocalExchange(), []
     assemblies = [
         assemble(
@@ -128,6 +132,9 @@ def run_in_threads(
         )
         for rank in range(len(plan.devices))
     ]
+
+    for assembly in assemblies:
+        prepare(assembly)
 
     def run(assembly: Assembly) -> None:
         try:

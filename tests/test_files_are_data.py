@@ -22,7 +22,10 @@ LOADS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 
 def test_no_module_unpickles_or_evaluates() -> None:
-    """A job file, which is the user's own Python, is run by importlib in runtime/jobs.py alone."""
+    """A job file, which is the user's own Python, is run by importlib in runtime/jobs.py alone.
+
+    torch.compile, in runtime/compiling.py alone, takes a function that is loaded already, and no text.
+    """
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -32,7 +35,8 @@ def test_no_module_unpickles_or_evaluates() -> None:
             if isinstance(node, ast.Call):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 owner = getattr(getattr(node.func, "value", None), "id", "")
-                assert called not in RUNS_CODE or owner == "re", f"{path}:{node.lineno}"
+                compiles = (path.name, owner, called) == ("compiling.py", "torch", "compile")
+                assert called not in RUNS_CODE or owner == "re" or compiles, f"{path}:{node.lineno}"
                 if (owner, called) == ("torch", "load"):  # of weights to start from: tensors alone, and said so
                     only = [keyword.value for keyword in node.keywords if keyword.arg == "weights_only"]
                     assert [ast.unparse(value) for value in only] == ["True"], f"{path}:{node.lineno}"

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from penstock import codec
 from penstock.cluster import load_cluster
 from penstock.planner import make_plan
 from penstock.run import RunDirectory
+from penstock.runtime.checkpoint import read_index
 from penstock.schedule import Kind
 
 pytestmark = pytest.mark.processes
@@ -227,6 +229,48 @@ def test_exported_weights_start_another_run(tmp_path: Path) -> None:
     _, more = trained(job, plan, tmp_path / "more", "--init", model)
     assert more[0] < first[0]
     assert {key.partition("/")[0] for key in weights} == {"model", "optimizer"}
+
+
+WATCHED = """
+_plain = job
+
+def job():
+    from dataclasses import replace
+    from penstock import EarlyStop
+    plain = _plain()
+    metrics = {"accuracy": lambda output, target: (output.argmax(1) == target).float().mean(), "same": lambda *_: 1.0}
+    stop = EarlyStop(metric="same", patience=3)
+    evaluated = replace(plain, evaluation=plain.data[:9], metrics=metrics, evaluate_every=4, early_stop=stop)
+    return replace(evaluated, precision="fp16")
+"""
+
+
+def test_a_run_is_evaluated_stops_early_and_goes_on_with_what_it_knew(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "conv", epochs=5)
+    job.write_text(job.read_text() + WATCHED)
+    low = replace(profile_of("conv"), precision="fp16")
+    for name, replicas in (("one", (2, 1)), ("two", (1, 1))):
+        codec.save(even_plan(low, replicas, "1f1b", 2), tmp_path / f"{name}.json")
+    through, resumed = (RunDirectory(tmp_path / name) for name in ("through", "resumed"))
+    shown = penstock("train", job, tmp_path / "one.json", "--run-dir", through.path, "--checkpoint-every", 6)
+    assert "evaluation after 10 minibatches (epoch 2): loss " in shown.stderr
+    assert "evaluation after 12 minibatches" in shown.stdout
+    assert "stopped early" in shown.stdout
+    result = through.load()[2]
+    assert result.stopped_early
+    assert [evaluation.steps for evaluation in result.evaluations] == [4, 6, 10, 12]
+    assert result.evaluations[0].values.keys() == {"loss", "accuracy", "same"}
+    saved = through.checkpoints / "step-00000006"
+    penstock("train", job, tmp_path / "two.json", "--run-dir", resumed.path, "--resume", saved)
+    before, after = (read_index(each).loss_scale for each in (saved, resumed.newest_checkpoint() or saved))
+    assert before is not None
+    assert after is not None
+    assert after[0] <= before[0] < 2**16, "there were overflows, which a run that goes on remembers"
+    again = resumed.load()[2]
+    assert again.evaluations[:2] == result.evaluations[:2]
+    assert [evaluation.steps for evaluation in again.evaluations] == [4, 6, 10, 12]
+    loss = [run.evaluations[-1].values["loss"] for run in (result, again)]
+    assert loss[0] == pytest.approx(loss[1], rel=0.3)  # batch norm saw other microbatches per replica
 
 
 def test_a_job_that_clips_is_planned_with_a_synchronous_schedule(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,42 @@ def test_stages_that_update_less_often_have_the_same_rate_for_the_same_samples(r
         assert rates == pytest.approx({(epoch, minibatch): 0.1 / (1 + epoch) for epoch, minibatch in rates})
 
 
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (2, 3)], ids=str)
+def test_rates_in_proportion_to_replicas_are_those_of_the_first_stage_times_the_ratio(
+    replicas: tuple[int, ...],
+) -> None:
+    """Also with a scheduler on top; under a synchronous schedule all average the same samples."""
+    make = functools.partial(job_with, "conv", lr_by_replicas=True, scheduler=SCHEDULERS["lambda"])
+    ratio = replicas[1] / replicas[0]
+    for schedule, microbatches, second in (("pipedream", 1, ratio), ("vertical", 1, ratio), ("1f1b", 2, 1.0)):
+        plan = even_plan(profile_of("conv"), replicas, schedule, microbatches)
+        for rank, rates in enumerate(rates_at_steps(plan, make)):
+            factor = 1.0 if rank < replicas[0] else second
+            assert rates[0, 0] == pytest.approx(0.1 * factor)
+            assert rates[1, 0] == pytest.approx(0.1 * factor / 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rate"),
+    [
+        (lambda o: lr_scheduler.StepLR(o, 30, gamma=0.1), lambda epoch: 0.1 ** (epoch // 30)),
+        (lambda o: lr_scheduler.PolynomialLR(o, 90, power=2), lambda epoch: (1 - epoch / 90) ** 2),
+        (lambda o: lr_scheduler.ExponentialLR(o, 0.97), lambda epoch: 0.97**epoch),
+    ],
+)
+def test_torch_s_policies_with_a_warm_up_are_those_of_the_docs(policy: Any, rate: Callable[[int], float]) -> None:
+    (parameter,) = nn.Linear(1, 1, bias=False).parameters()
+    weights = Weights(
+        {"weight": parameter},
+        lambda named: torch.optim.SGD(named, lr=1.0),
+        lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o, 0.2, total_iters=4), policy(o)]),
+    )
+    for epoch in range(90):
+        weights.step(epoch)
+        (optimizer,) = weights.optimizers.optimizers
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(min(1.0, (epoch + 1) / 5) * rate(epoch), abs=1e-9)
+
+
 def test_a_run_that_goes_on_has_the_rate_it_would_have_had() -> None:
     make = functools.partial(job_with, "conv", scheduler=SCHEDULERS["one cycle"])
     whole, rest = (
@@ -192,18 +228,18 @@ def test_any_optimizer_gives_the_weights_of_one_process(name: str, replicas: tup
     check_as_one_process("tied", replicas, "1f1b", optimizer=OPTIMIZERS[name], scheduler=SCHEDULERS["cosine"])
 
 
-def test_the_optimizers_of_the_docs_train() -> None:
-    examples = blocks((ROOT / "docs" / "jobs.md").read_text(), "python")
-    assert len(examples) == 2
-    for text in examples:
-        names: dict[str, Any] = {"torch": torch}
-        exec(text, names)
-        plan = even_plan(profile_of("conv"), (1, 1), "pipedream")
-        before = dict(job_with("conv").model.named_parameters())
-        for worker in weights_of(
-            run_in_threads(plan, functools.partial(job_with, "conv", optimizer=names["optimizer"]))
-        ):
-            assert all(not torch.equal(tensor, before[name]) for name, tensor in worker.items())
+@pytest.mark.parametrize("text", blocks((ROOT / "docs" / "jobs.md").read_text(), "python"))
+def test_what_the_docs_put_into_a_job_trains(text: str) -> None:
+    names: dict[str, Any] = {"torch": torch}
+    exec(text, names)
+    given = {field.name: names[field.name] for field in fields(Job) if field.name in names}
+    assert given
+    if "metrics" in given:
+        given["evaluation"] = job_with("conv").data
+    before = dict(job_with("conv").model.named_parameters())
+    plan = even_plan(profile_of("conv"), (1, 1), "pipedream")
+    for worker in weights_of(run_in_threads(plan, functools.partial(job_with, "conv", **given))):
+        assert all(not torch.equal(tensor, before[name]) for name, tensor in worker.items())
 
 
 def test_a_stage_may_have_only_some_of_the_groups() -> None:
@@ -244,6 +280,18 @@ def test_a_job_with_several_optimizers_is_profiled() -> None:
         job, clock=lambda: 0.0, device=CPU, microbatch_size=4, threads=1, repeats=1, progress=lambda done, total: None
     )
     assert all(parameter.state_bytes > 0 for parameter in made.graph.parameters)
+
+
+# --- accumulation
+
+
+@REPLICAS
+@pytest.mark.parametrize("accumulated", [2, 4])
+def test_accumulating_over_k_batches_is_one_batch_k_times_as_large(accumulated: int, replicas: tuple[int, ...]) -> None:
+    whole = even_plan(profile_of("tied"), (1,), "1f1b", microbatches=1)
+    parts = even_plan(profile_of("tied"), replicas, "1f1b", microbatches=accumulated)
+    make = functools.partial(job_with, "tied", optimizer=OPTIMIZERS["fused AdamW"], clip_norm=0.5)
+    check_same_weights(run_in_threads(parts, make), single_process(make(), whole))
 
 
 # --- clipping
@@ -304,10 +352,10 @@ def test_a_stage_of_an_asynchronous_schedule_may_clip_by_its_own_norm_in_a_hook_
     assert max(norms) <= 0.01 * (1 + 1e-4)
 
 
-def test_only_a_job_that_clips_has_a_group_of_all_workers() -> None:
+def test_only_a_job_whose_stages_update_together_has_a_group_of_all_workers() -> None:
     plan = even_plan(profile_of("conv"), (1, 2), "1f1b", 2)
     assert sync_groups(plan) == [(1, 2)]
-    assert sync_groups(plan, clips=True) == [(0, 1, 2), (1, 2)]
+    assert sync_groups(plan, together=True) == [(0, 1, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(

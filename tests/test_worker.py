@@ -22,6 +22,7 @@ from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, capture_for_plan, make_epoch
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
+from penstock.runtime.precision import autocast_for
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind
 
@@ -43,8 +44,9 @@ def shares_id(shares: tuple[tuple[int, ...], ...]) -> str:
     return "-".join("+".join(map(str, stage)) for stage in shares)
 
 
-def single_process(job: Job, plan: Plan) -> dict[str, Tensor]:
+def single_process(job: Job, plan: Plan, scaler: torch.amp.GradScaler | None = None) -> dict[str, Tensor]:
     """The weights after all epochs in one process, with the same minibatches and microbatches."""
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=job.precision == "fp16")
     made = job.optimizer(list(job.model.named_parameters()))
     optimizers = [made] if isinstance(made, torch.optim.Optimizer) else made
     schedulers = [job.scheduler(optimizer) for optimizer in optimizers] if job.scheduler else []
@@ -56,11 +58,14 @@ def single_process(job: Job, plan: Plan) -> dict[str, Tensor]:
             members = range(first, first + count)
             total = sum(epoch.samples[m] for m in members)
             for m in members:
-                (loss_of(job, epoch, m) * (epoch.samples[m] / total)).backward()
+                scaler.scale(loss_of(job, epoch, m) * (epoch.samples[m] / total)).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
             if job.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip_norm)
             for optimizer in optimizers:
-                optimizer.step()
+                scaler.step(optimizer)
+            scaler.update()
             job.model.zero_grad()
             for scheduler in schedulers:
                 if job.scheduler_steps == "minibatch":
@@ -75,15 +80,18 @@ def single_process(job: Job, plan: Plan) -> dict[str, Tensor]:
 def loss_of(job: Job, epoch: Epoch, microbatch: int) -> Tensor:
     inputs, target = load_microbatch(job, epoch, microbatch)
     args, kwargs = call_arguments(inputs)
-    return job.loss(job.model(*args, **kwargs), target)
+    with autocast_for(job.precision, CPU)():
+        return job.loss(job.model(*args, **kwargs), target)
 
 
-def check_same_weights(assemblies: list[Assembly], expected: dict[str, Tensor]) -> None:
+def check_same_weights(
+    assemblies: list[Assembly], expected: dict[str, Tensor], rtol: float = 1e-4, atol: float = 1e-5
+) -> None:
     seen = set()
     for assembly in assemblies:
         for stage in assembly.worker.stages.values():
             for name, parameter in stage.weights.parameters.items():
-                torch.testing.assert_close(parameter.data, expected[name].data, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(parameter.data, expected[name].data, rtol=rtol, atol=atol)
                 seen.add(name)
             assert stage.module.in_flight == 0
     assert seen == set(expected)

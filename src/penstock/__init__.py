@@ -1,7 +1,7 @@
 """Penstock: profile, plan, simulate and run any PyTorch model over many devices."""
 
 from penstock.errors import PenstockError
-from penstock.job import Job
+from penstock.job import EarlyStop, Job
 
 __version__ = "0.1.0"
-__all__ = ["Job", "PenstockError", "__version__"]
+__all__ = ["EarlyStop", "Job", "PenstockError", "__version__"]

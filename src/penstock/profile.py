@@ -41,6 +41,8 @@ class Profile:
     """samples in the microbatch that was measured"""
     threads: int = 1
     """CPU threads of the worker that was measured"""
+    precision: str = "float32"
+    """what layers computed in when they were measured"""
     graph: LayerGraph
     seconds: Mapping[str, tuple[LayerSeconds, ...]]
     """per device kind, one entry for each of graph.layers, in their order"""

@@ -17,6 +17,20 @@ INDEX = "checkpoint.json"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    epoch: int
+    """under way, or just ended, counted from 0"""
+    steps: int
+    """minibatches trained before it, in all epochs together"""
+    values: Mapping[str, float | None]
+    """the loss and the metrics, means over the held-out samples; None where it was not a number"""
+
+    def __str__(self) -> str:
+        shown = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in self.values.items())
+        return f"evaluation after {self.steps} minibatches (epoch {self.epoch + 1}): {shown}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     samples: int
     """trained on, all epochs together"""
@@ -30,6 +44,9 @@ class Result:
     """worker number -> what it ran on"""
     links: Mapping[str, str] = field(default_factory=dict)
     """pair of workers (``0-1``) -> what carried their messages"""
+    evaluations: tuple[Evaluation, ...] = ()
+    """of the whole run, also before it was resumed"""
+    stopped_early: bool = False
 
     FORMAT: ClassVar[str] = "penstock.result/1"
 

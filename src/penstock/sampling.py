@@ -6,7 +6,6 @@ agree without a message, and every sample is seen exactly once per epoch whateve
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -72,19 +71,24 @@ class Epoch:
         return indices
 
     @property
-    def is_at_end(self) -> bool:
-        """Whether no minibatch of the whole epoch comes after these."""
-        return self.first_minibatch + len(self.minibatches) == len(self._all_minibatches)
+    def is_end(self) -> bool:
+        """Whether nothing of the whole epoch comes after it."""
+        return self.minibatches_done == len(self._all_minibatches)
 
-    def parts(self, minibatches: int) -> list[Epoch]:
-        """The rest of this epoch in pieces of so many minibatches, which end where those of the whole epoch do."""
-        first, count = self.first_minibatch, len(self._all_minibatches)
-        starts = [first, *range((first // minibatches + 1) * minibatches, count, minibatches), count]
-        return [
-            replace(self, first_minibatch=start, last_minibatch=end)
-            for start, end in itertools.pairwise(starts)
-            if start < end
-        ]
+    @property
+    def minibatches_done(self) -> int:
+        """Of the whole epoch, after this part of it."""
+        return self.first_minibatch + len(self.minibatches)
+
+    def parts(self, *every: int) -> list[Epoch]:
+        """The rest of this epoch in pieces that end where the whole epoch has had a multiple of one of these numbers
+        of minibatches, or all."""
+        total, first = len(self._all_minibatches), self.first_minibatch
+        if first >= total:
+            return []
+        ends = sorted({end for number in every for end in range(number, total, number) if end > first} | {total})
+        starts = [first, *ends[:-1]]
+        return [replace(self, first_minibatch=s, last_minibatch=e) for s, e in zip(starts, ends, strict=True)]
 
     @cached_property
     def _all_minibatches(self) -> tuple[int, ...]:

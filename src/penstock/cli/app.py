@@ -319,7 +319,14 @@ def train(
         result,
         as_json,
         lambda: shown.comparison_table(trace, comparison),
-        f"checkpoint {directory.path / (result.checkpoint or '')}\nreport {directory.report}",
+        "\n".join(
+            [
+                *(str(evaluation) for evaluation in result.evaluations[-1:]),
+                *(["stopped early"] if result.stopped_early else []),
+                f"checkpoint {directory.path / (result.checkpoint or '')}",
+                f"report {directory.report}",
+            ]
+        ),
     )
 
 

@@ -12,16 +12,21 @@ from torch import nn
 from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
+from penstock.runtime.batch_norm import check_lock_step, synchronise
+from penstock.runtime.buffers import ReplicaBuffers
 from penstock.runtime.capture import Captured, capture
+from penstock.runtime.compiling import compiled
 from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch, microbatch_seed, seed_random
 from penstock.runtime.mailbox import Edge, Mailbox
 from penstock.runtime.measure import to_device
+from penstock.runtime.optimizers import scaled_rates
+from penstock.runtime.precision import LossScaler, autocast_for
 from penstock.runtime.split import Splitter, check_same_model
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync, owners_of_parameters
 from penstock.runtime.transport import Transport
 from penstock.runtime.weights import Weights
-from penstock.runtime.worker import OwnStage, Segment, Worker
+from penstock.runtime.worker import OwnStage, Segment, Worker, received_by, sent_by
 from penstock.sampling import Epoch
 from penstock.schedule import FAMILIES, family
 from penstock.sync import sync_policy
@@ -56,7 +61,8 @@ def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> Splitter:
     check_job(job, plan)
     inputs, _ = load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0)
     inputs, others = to_device((inputs, inputs_of_other_shapes(job, inputs)), device)
-    splitter = Splitter(capture(job.model.to(device), inputs, others))
+    job.model.to(device).train()  # for modules that the graph calls whole
+    splitter = Splitter(capture(job.model, inputs, others))
     check_same_model(splitter, (layer.name for layer in plan.profile.graph.layers), "the plan")
     return splitter
 
@@ -69,12 +75,29 @@ def check_job(job: Job, plan: Plan) -> None:
             f"schedule {plan.schedule} has no backwards: nothing would be trained, no gradients made; "
             f"plan with --schedule {names}"
         )
+    synchronous = " or ".join(name for name, kind in FAMILIES.items() if kind.trains and not kind.asynchronous)
     if job.clip_norm is not None and plan.is_asynchronous:
-        names = " or ".join(name for name, kind in FAMILIES.items() if kind.trains and not kind.asynchronous)
         raise PlanError(
             f"Job.clip_norm limits the norm over all stages at one update, but under schedule {plan.schedule} stages "
-            f"update at different moments; plan with --schedule {names}, or let the optimizer clip each "
+            f"update at different moments; plan with --schedule {synchronous}, or let the optimizer clip each "
             "stage by its own norm (docs/jobs.md)"
+        )
+    if job.precision == "fp16" and plan.is_asynchronous:
+        raise PlanError(
+            f"Job.precision fp16 scales the loss by what all stages agree on at one update, but under schedule "
+            f"{plan.schedule} stages update at different moments; take precision bf16, which needs no scale, "
+            f"or plan with --schedule {synchronous}"
+        )
+    if job.sync_batch_norm:
+        check_lock_step(plan, make_epoch(job, plan, 0).minibatches)
+    if plan.profile.precision != job.precision:
+        raise PlanError(
+            f"the plan is for precision {plan.profile.precision}, the job has {job.precision}; profile and plan again"
+        )
+    if job.compile and plan.takes_halves:
+        raise PlanError(
+            f"Job.compile makes one function of a backward, which schedule {plan.schedule} takes in two halves; "
+            "plan with another schedule, or leave compile out"
         )
     if plan.profile.batch_size != job.batch_size:
         raise PlanError(
@@ -101,6 +124,8 @@ class Assembly:
     plan: Plan
     splitter: Splitter
     worker: Worker
+    buffers: Sequence[ReplicaBuffers]
+    """of each of the worker's stages"""
 
     def segment(self, epoch: Epoch, first_microbatch: int = 0, first_round: int = 0) -> Segment:
         return Segment(
@@ -123,6 +148,12 @@ class Assembly:
         return epoch.minibatches_before
 
 
+def _update_width(plan: Plan, stage: int) -> float:
+    """How many times as many microbatches an update of this stage averages as one of the first stage."""
+    sizes = plan.pipeline.round_sizes
+    return 1.0 if family(plan.schedule).accumulates else sizes[stage] / sizes[0]
+
+
 def assemble(
     job: Job,
     plan: Plan,
@@ -136,12 +167,20 @@ def assemble(
     splitter = capture_for_plan(job, plan, device)
     pipeline = plan.pipeline
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
-    clip = None
+    clip, scaler = None, None
     if job.clip_norm is not None:
         clip = GlobalClip(plan, job.clip_norm, transport=transport, device=device, timeout_s=timeout_s)
+    if job.precision == "fp16":
+        everybody = tuple(range(len(plan.devices)))
+        scaler = LossScaler(everybody=everybody, transport=transport, device=device, timeout_s=timeout_s)
     worker = Worker(
         rank=transport.rank,
-        stages={stage.index: stage for stage in _own_stages(job, plan, splitter, edges, transport.rank)},
+        stages={
+            stage.index: stage
+            for stage in _own_stages(
+                job, plan, splitter, edges, transport=transport, device=device, timeout_s=timeout_s
+            )
+        },
         mailbox=Mailbox(
             pipeline,
             {edge: len(names) for edge, names in edges.items()},
@@ -151,34 +190,52 @@ def assemble(
         ),
         sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
         clip=clip,
+        scaler=scaler,
         clock=clock,
         device=device,
     )
-    return Assembly(job, plan, splitter, worker)
+    buffers = [
+        ReplicaBuffers(stage.module.section.buffers, pipeline.workers[index], transport=transport, timeout_s=timeout_s)
+        for index, stage in worker.stages.items()
+    ]
+    return Assembly(job, plan, splitter, worker, buffers)
 
 
 def _own_stages(
-    job: Job, plan: Plan, splitter: Splitter, edges: Mapping[Edge, tuple[str, ...]], rank: int
+    job: Job,
+    plan: Plan,
+    splitter: Splitter,
+    edges: Mapping[Edge, tuple[str, ...]],
+    *,
+    transport: Transport,
+    device: torch.device,
+    timeout_s: float,
 ) -> Iterator[OwnStage]:
-    rebuild = splitter.captured.rebuild_output
+    rebuild, pipeline = splitter.captured.rebuild_output, plan.pipeline
     taken: set[str] = set()
-    for index in plan.pipeline.stages_of[rank]:
+    for index in pipeline.stages_of[transport.rank]:
         section = splitter.section(plan.stages[index].layers)
+        if job.sync_batch_norm and len(pipeline.workers[index]) > 1:
+            synchronise(section, splitter.captured, pipeline.workers[index], transport, timeout_s)
+        if job.compile:
+            section = compiled(section)
         # Each stage updates its own: a weight that two of them share stays equal by its gradients, as between workers.
         parameters = {
             name: nn.Parameter(parameter.detach().clone(), parameter.requires_grad) if name in taken else parameter
             for name, parameter in section.parameters.items()
         }
         taken |= parameters.keys()
+        optimizer = scaled_rates(job.optimizer, _update_width(plan, index)) if job.lr_by_replicas else job.optimizer
         yield OwnStage(
             index=index,
             module=StageModule(
                 section,
-                Weights(parameters, job.optimizer, job.scheduler),
+                Weights(parameters, optimizer, job.scheduler),
                 lambda output, target: job.loss(rebuild(output), target),
                 recompute=plan.stages[index].recompute,
                 in_halves=plan.takes_halves,
+                autocast=autocast_for(job.precision, device),
             ),
-            sends_to={target: names for (source, target), names in sorted(edges.items()) if source == index},
-            receives_from={source: names for (source, target), names in sorted(edges.items()) if target == index},
+            sends_to=sent_by(index, edges),
+            receives_from=received_by(index, edges),
         )

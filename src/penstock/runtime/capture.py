@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -61,15 +61,25 @@ def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def capture(model: nn.Module, inputs: Any, others: Sequence[Any] = ()) -> Captured:
-    """Capture ``model`` in training mode, leaving it as it was: weights, buffers, mode and random state.
+def capture(
+    model: nn.Module,
+    inputs: Any,
+    others: Sequence[Any] = (),
+    *,
+    mode: Literal["train", "eval"] = "train",
+    only: str | None = None,
+) -> Captured:
+    """Capture ``model`` in a mode, leaving it as it was: weights, buffers, mode and random state.
 
     ``others`` are inputs of further batches, for the sizes besides the number of samples that differ between batches.
+    ``only`` names the one front end to try.
     """
     with untouched(model):
-        model.train()
+        model.train(mode == "train")
         reasons = []
         for name, front_end in zip(FRONT_ENDS, (_export, _fx, _module), strict=True):
+            if only not in (None, name):
+                continue
             for attempt in front_end(model, inputs, others):
                 try:
                     with _quietly():

@@ -37,7 +37,7 @@ from torch.futures import Future
 from penstock import codec
 from penstock.errors import FormatError, JobError
 from penstock.job import Job
-from penstock.run import INDEX
+from penstock.run import INDEX, Evaluation
 
 _PARTIAL = ".partial"
 
@@ -56,6 +56,10 @@ class Checkpoint:
     seed: int
     names: Mapping[str, str]
     """every key of the model's state_dict -> the tensor that holds it; tied weights share one"""
+    loss_scale: tuple[float, int] | None = None
+    """in fp16: the scale, and the updates since it changed"""
+    evaluations: tuple[Evaluation, ...] = ()
+    """so far"""
 
     FORMAT: ClassVar[str] = "penstock.checkpoint/2"
 

@@ -50,10 +50,21 @@ def save_together(group: dist.ProcessGroup) -> Save:
 
 class Keeper:
     def __init__(
-        self, state: WorkerState, run: RunDirectory, *, rank: int, save: Save, every: int, keep: int, timeout_s: float
+        self,
+        state: WorkerState,
+        run: RunDirectory,
+        *,
+        rank: int,
+        save: Save,
+        every: int,
+        keep: int,
+        timeout_s: float,
+        complete: Callable[[Checkpoint], Checkpoint] = lambda done: done,
     ) -> None:
+        """``complete`` adds what else is known of the run at the moment of a checkpoint."""
         self.state, self.run, self.rank = state, run, rank
         self.save, self.every, self.keep, self.timeout_s = save, every, keep, timeout_s
+        self.complete = complete
         self._moments: deque[_Moment] = deque()
         self._taken: dict[int, dict[str, Tensor]] = {}
         """of the stages that this worker runs, those that are at the cut"""
@@ -83,7 +94,14 @@ class Keeper:
                 self.finish()
             self._taken[action.stage] = self.state.snapshot(action.stage)
             if len(self._taken) == len(self.state.stages):
-                self._start(self._moments.popleft())
+                self._start(self._moments.popleft().done)
+
+    def take(self, done: Checkpoint) -> None:
+        """A checkpoint of a pipeline that is at rest, unless it has just been taken."""
+        if checkpoint.directory_of(self.run.checkpoints, done.steps) != self._place:
+            self.finish()
+            self._taken = {stage: self.state.snapshot(stage) for stage in self.state.stages}
+            self._start(done)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written."""
@@ -98,14 +116,15 @@ class Keeper:
         if self._failed is not None:
             self._raise(self._failed)
 
-    def _start(self, moment: _Moment) -> None:
+    def _start(self, done: Checkpoint) -> None:
         tensors = self.state.snapshot_of_unused()
         for taken in self._taken.values():
             tensors |= taken
         self._taken = {}
-        self._place = checkpoint.directory_of(self.run.checkpoints, moment.done.steps)
+        self._place = checkpoint.directory_of(self.run.checkpoints, done.steps)
         # A daemon: a worker that fails must not stay for its thread, which may wait for others that have ended.
-        self._writing = threading.Thread(target=self._write, args=(moment.done, self._place, tensors), daemon=True)
+        arguments = (self.complete(done), self._place, tensors)
+        self._writing = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._writing.start()
 
     def _write(self, done: Checkpoint, place: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -18,6 +18,7 @@ from penstock.profile import LayerSeconds, Profile
 from penstock.runtime.capture import Captured, capture, untouched
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.optimizers import Optimizers
+from penstock.runtime.precision import Autocast, autocast_for
 from penstock.runtime.split import Section, Splitter
 
 Clock = Callable[[], float]
@@ -41,7 +42,8 @@ def profile_job(
     captured = capture(job.model, inputs, to_device(inputs_of_other_shapes(job, inputs), device))
     with untouched(job.model):
         job.model.train()
-        measurement = Measurement(job=job, captured=captured, clock=clock, repeats=repeats)
+        autocast = autocast_for(job.precision, device)
+        measurement = Measurement(job=job, captured=captured, clock=clock, repeats=repeats, autocast=autocast)
         measurement.run(inputs, target, progress)
         per_parameter = measurement.parameter_costs()
     return Profile(
@@ -50,6 +52,7 @@ def profile_job(
         batch_size=job.batch_size,
         microbatch_size=min(microbatch_size, len(job.data)),
         threads=threads,
+        precision=job.precision,
         graph=measurement.graph(per_parameter),
         seconds={device_kind(device): measurement.seconds(per_parameter)},
     )
@@ -78,6 +81,7 @@ class Measurement:
     captured: Captured
     clock: Clock
     repeats: int
+    autocast: Autocast
     _rows: list[tuple[float, float, float, int]] = field(default_factory=list)
     _values: dict[str, Any] = field(default_factory=dict)
     _seen_storages: set[int] = field(default_factory=set)
@@ -177,7 +181,7 @@ class Measurement:
         arguments = [given[position] for position in section.reads] + received
 
         def forward() -> tuple[tuple[Any, ...], Any]:
-            with torch.enable_grad():
+            with torch.enable_grad(), self.autocast():
                 sent, output = section.run(leaves, arguments, buffers)
                 if not section.makes_output:
                     return sent, None

@@ -43,6 +43,18 @@ def make_optimizers(make: MakeOptimizer, named: Named) -> tuple[Optimizer, ...]:
     return found
 
 
+def scaled_rates(make: MakeOptimizer, factor: float) -> MakeOptimizer:
+    """The same optimizers at so many times the learning rate; schedulers begin from that."""
+
+    def made(named: Any) -> tuple[Optimizer, ...]:
+        optimizers = make_optimizers(make, named)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["lr"] * factor
+        return optimizers
+
+    return made
+
+
 class Optimizers:
     """Schedulers follow a count that all stages share, never a stage's own updates.
 

@@ -45,6 +45,11 @@ class ProgressLine:
         done, rate = samples / max(1, self.total), samples / elapsed_s if elapsed_s > 0 else 0.0
         return f"{done:4.0%}  {loss}  {rate:.1f} samples/s  workers busy {busy}  {elapsed_s:.0f} s"
 
+    def note(self, text: str) -> None:
+        """Leave a line standing above the one that moves."""
+        self.out.write("\r" + text.ljust(self._width) + "\n" if self._live else text + "\n")
+        self.out.flush()
+
     def close(self) -> None:
         if self._live and self._width:
             self.out.write("\n")

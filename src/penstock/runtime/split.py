@@ -6,7 +6,7 @@ known by the model's own names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,13 +35,15 @@ class Section:
     """the names by which the module knows each of them"""
     buffers: Mapping[str, Tensor]
     """by the model's own names; the module updates them in place"""
+    call: Callable[..., Any] = torch.func.functional_call
+    """runs the module with other tensors in place of its own"""
 
     def run(
         self, leaves: Mapping[str, Tensor], arguments: Iterable[Any], buffers: Mapping[str, Tensor] | None = None
     ) -> tuple[tuple[Any, ...], Any]:
         """Compute with the given tensors in place of the parameters, and of buffers by the module's names."""
         given = {local: leaves[name] for name, locals_ in self.local_names.items() for local in locals_}
-        result: tuple[tuple[Any, ...], Any] = torch.func.functional_call(
+        result: tuple[tuple[Any, ...], Any] = self.call(
             self.module, given | dict(buffers or {}), tuple(arguments), tie_weights=False
         )
         return result
@@ -80,6 +82,10 @@ class Splitter:
     def parameters_of(self, layer: int) -> tuple[str, ...]:
         """The model's names of the parameters that a layer uses."""
         return tuple(self._parameters(self.captured.layers[layer].nodes))
+
+    def tensors_of(self, layer: int) -> tuple[str, ...]:
+        """The model's names of the parameters and buffers that a layer uses."""
+        return tuple(self._tensors(self.captured.layers[layer].nodes))
 
     def edge_values(self, stages: Sequence[Collection[int]]) -> dict[tuple[int, int], tuple[str, ...]]:
         """For each pair of stages that exchange anything, the names of the values, in the order of the graph."""
@@ -192,23 +198,27 @@ class Splitter:
         return targets
 
     def _parameters(self, nodes: Iterable[fx.Node]) -> dict[str, nn.Parameter]:
-        found: dict[str, nn.Parameter] = {}
+        return {name: t for name, t in self._tensors(nodes).items() if isinstance(t, nn.Parameter)}
+
+    def _tensors(self, nodes: Iterable[fx.Node]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
         for node in nodes:
             for holder in (node, *(source for source in node.all_input_nodes if source.op == "get_attr")):
-                for parameter in self._held_by(holder):
-                    name = self.captured.canonical_names.get(id(parameter))
+                for tensor in self._held_by(holder):
+                    name = self.captured.canonical_names.get(id(tensor))
                     if name is not None:
-                        found[name] = parameter
+                        found[name] = tensor
         return found
 
-    def _held_by(self, node: fx.Node) -> Iterable[nn.Parameter]:
+    def _held_by(self, node: fx.Node) -> Iterable[Tensor]:
         name = str(node.target)
         if node.op == "call_module":
-            return self.captured.root.get_submodule(name).parameters()
+            module = self.captured.root.get_submodule(name)
+            return (*module.parameters(), *module.buffers())
         if node.op == "get_attr":
             path, _, attribute = name.rpartition(".")
             value = getattr(self.captured.root.get_submodule(path), attribute)
-            return (value,) if isinstance(value, nn.Parameter) else ()
+            return (value,) if isinstance(value, Tensor) else ()
         return ()
 
 

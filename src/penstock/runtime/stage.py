@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.errors import WorkerError
 from penstock.runtime.deferred import Deferring, PutOff
+from penstock.runtime.precision import Autocast
 from penstock.runtime.recompute import Computed, Recorder, forgotten
 from penstock.runtime.split import Section
 from penstock.runtime.weights import Version, Weights
@@ -53,13 +54,14 @@ class StageModule:
         *,
         recompute: bool = False,
         in_halves: bool = False,
+        autocast: Autocast = nullcontext,
     ) -> None:
         """``loss`` takes what the section's output node holds, and the target; it is called once per microbatch.
 
         ``in_halves`` lets a backward be taken in two: see ``penstock.runtime.deferred``.
         """
         self.section, self.weights = section, weights
-        self._loss = loss
+        self._loss, self._autocast = loss, autocast
         self._recorder = Recorder(section) if recompute else None
         self._in_halves = in_halves
         self._in_flight: dict[int, _InFlight] = {}
@@ -88,14 +90,15 @@ class StageModule:
             made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target, later)
             self._in_flight[microbatch] = _InFlight(version, leaves, lambda: made, later)
             return made.sent
-        (values, _), replay = self._recorder.run(version.leaves, arguments)
+        with self._autocast():
+            (values, _), replay = self._recorder.run(version.leaves, arguments)
         make = partial(self._make, replay.run, microbatch, target, later)
         self._in_flight[microbatch] = _InFlight(version, leaves, make, later)
         return {name: forgotten(value) for name, value in self._by_name(values).items()}
 
     def _make(self, compute: Callable[[], Computed], microbatch: int, target: Any, later: PutOff) -> _Made:
         """What the backward starts from, with the graph behind it."""
-        with torch.enable_grad(), Deferring(later) if self._in_halves else nullcontext():
+        with torch.enable_grad(), self._autocast(), Deferring(later) if self._in_halves else nullcontext():
             values, output = compute()
             loss = self._loss(output, target) if self.section.makes_output else None
         if loss is not None:

@@ -25,10 +25,13 @@ def owners_of_parameters(plan: Plan) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(workers)) for name, workers in owners.items()}
 
 
-def sync_groups(plan: Plan, *, clips: bool = False) -> list[tuple[int, ...]]:
-    """Every set of workers that will ever sum together, in an order all workers agree on."""
-    groups = set(owners_of_parameters(plan).values())
-    if clips:
+def sync_groups(plan: Plan, *, together: bool = False) -> list[tuple[int, ...]]:
+    """Every set of workers that will ever sum together, in an order all workers agree on.
+
+    ``together`` says that all of them meet, at an update or to evaluate.
+    """
+    groups = set(owners_of_parameters(plan).values()) | set(plan.pipeline.workers)
+    if together:
         groups.add(tuple(range(len(plan.devices))))
     return sorted(workers for workers in groups if len(workers) > 1)
 

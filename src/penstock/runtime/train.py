@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,10 @@ from penstock import codec
 from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
-from penstock.run import Result, RunDirectory
+from penstock.run import Evaluation, Result, RunDirectory
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.checkpoint import Checkpoint, clean
+from penstock.runtime.evaluate import Evaluator
 from penstock.runtime.keeper import Keeper, Save, save_together
 from penstock.runtime.links import Links, make_links, talking_pairs
 from penstock.runtime.machine import share_of_machine
@@ -64,7 +66,7 @@ class Options:
 def train_worker(job: Job, plan: Plan, options: Options) -> None:
     """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
     with worker_process(plan, options.timeout_s) as device:
-        groups = sync_groups(plan, clips=job.clip_norm is not None)
+        groups = sync_groups(plan, together=job.updates_together or job.evaluation is not None)
         links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
         assembly = assemble(
             job,
@@ -119,6 +121,7 @@ class _Training:
             every=options.checkpoint_every,
             keep=options.keep_checkpoints,
             timeout_s=options.timeout_s,
+            complete=self._complete,
         )
         self.losses: dict[int, tuple[float, int]] = {}
         """microbatch of the run -> loss and samples"""
@@ -132,6 +135,9 @@ class _Training:
         self._segment_start_s = 0.0
         self._origin_s = 0.0
         self._rounds = 0
+        self.evaluator = None if self.job.evaluation is None else Evaluator(assembly, self.job.evaluation)
+        self.evaluations: tuple[Evaluation, ...] = ()
+        self.stopped_early = False
         self._meetings = 0
         self._line: ProgressLine | None = None
 
@@ -141,8 +147,12 @@ class _Training:
             self._line = ProgressLine(self._samples_left(done))
         self._origin_s = self._meet()
         self.worker.clock = lambda: time.perf_counter() - self._origin_s
-        for part in parts_left(self.job, self.plan, done):
+        stops = self._is_evaluation_due(done) and self._evaluate(done)  # the checkpoint was taken just before
+        for part in () if stops else parts_left(self.job, self.plan, done):
             done = self._run_part(part, done)
+            if self._is_evaluation_due(done) and self._evaluate(done):
+                self.keeper.take(done)
+                break
         self.keeper.finish()
         if self._line:
             self._line.close()
@@ -153,10 +163,28 @@ class _Training:
         self._meet()
         self._hand_in()
 
+    def _is_evaluation_due(self, done: Checkpoint) -> bool:
+        if self.evaluator is None or (self.evaluations and self.evaluations[-1].steps >= done.steps):
+            return False
+        every = self.job.evaluate_every or sys.maxsize
+        at_end = done.minibatches == len(make_epoch(self.job, self.plan, done.epoch).minibatches)
+        return at_end or (done.minibatches > 0 and done.minibatches % every == 0)
+
+    def _evaluate(self, done: Checkpoint) -> bool:
+        """Whether to stop. All workers find the same values, so they all stop or none does."""
+        assert self.evaluator is not None
+        found = {name: value if math.isfinite(value) else None for name, value in self.evaluator.run().items()}
+        self.evaluations += (Evaluation(epoch=done.epoch, steps=done.steps, values=found),)
+        stop = self.job.early_stop
+        self.stopped_early = stop is not None and stop.stops([e.values.get(stop.metric) for e in self.evaluations])
+        if self._line:
+            self._line.note(str(self.evaluations[-1]) + ("; stopped early" if self.stopped_early else ""))
+        return self.stopped_early
+
     def _run_part(self, part: Epoch, before: Checkpoint) -> Checkpoint:
         """Fill the pipeline, run, and drain it; checkpoints are taken as it runs."""
         segment = self.assembly.segment(part, len(self.sizes), self._rounds)
-        is_last = part.number == self.job.epochs - 1 and part.is_at_end
+        is_last = part.number == self.job.epochs - 1 and part.is_end
         done = self.keeper.expect(segment.schedule, part, before, is_last=is_last)
         self._segment_start_s = self.worker.clock()
         self.worker.on_action = partial(self._after, samples=part.samples, base=len(self.sizes))
@@ -195,6 +223,12 @@ class _Training:
             reports = [Report(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
             self._line.show(reports, elapsed_s)
 
+    def _complete(self, done: Checkpoint) -> Checkpoint:
+        """With what else a run that goes on must know."""
+        scaler = self.worker.scaler
+        scale = (scaler.scale, scaler.good_updates) if scaler is not None else None
+        return replace(done, loss_scale=scale, evaluations=self.evaluations)
+
     def _samples_left(self, done: Checkpoint) -> int:
         under_way = len(self.job.data) - min(done.minibatches * self.job.batch_size, len(self.job.data))
         return under_way + len(self.job.data) * (self.job.epochs - done.epoch - 1)
@@ -222,6 +256,9 @@ class _Training:
         if self.options.resume is not None:
             done = self.state.restore(self.options.resume)
             done.check_job(self.job, self.options.resume)
+            if self.worker.scaler is not None and done.loss_scale is not None:
+                self.worker.scaler.scale, self.worker.scaler.good_updates = done.loss_scale
+            self.evaluations = done.evaluations
             return replace(done, names=self.state.names)
         if self.options.init is not None:
             self.state.initialise(self.options.init)
@@ -250,6 +287,8 @@ class _Training:
                 checkpoint=str(newest.relative_to(self.run_directory.path)) if newest else None,
                 device_kinds={str(rank): kind for rank, kind in enumerate(kinds)},
                 links={pair: name for part in links for pair, name in part.items()},
+                evaluations=self.evaluations,
+                stopped_early=self.stopped_early,
             )
             codec.save(self.plan, self.run_directory.plan)
             codec.save(merge("measured", self.plan.worker_names, self.sizes, parts), self.run_directory.trace)
@@ -265,7 +304,8 @@ def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
     most = max(1, MOST_AT_ONCE // (plan.microbatches * len(plan.devices)))
     for number in range(done.epoch, job.epochs):
         epoch = make_epoch(job, plan, number)
-        yield from replace(epoch, first_minibatch=done.minibatches if number == done.epoch else 0).parts(most)
+        first = done.minibatches if number == done.epoch else 0
+        yield from replace(epoch, first_minibatch=first).parts(most, job.evaluate_every or most)
 
 
 def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | None, ...]:

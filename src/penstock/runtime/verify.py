@@ -8,24 +8,30 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from penstock.errors import WorkerError
 from penstock.graph import Parameter
-from penstock.job import Job
+from penstock.job import Job, Precision
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
 from penstock.runtime.links import make_links, talking_pairs
+from penstock.runtime.precision import autocast_for
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import worker_process
 from penstock.runtime.worker import Segment
 from penstock.sampling import Epoch
 from penstock.schedule import Kind, Schedule, build_schedule
+
+TOLERANCES: dict[Precision, float] = {"float32": 1e-4, "fp16": 4e-3, "bf16": 2e-2}
+"""A weight used twice in one process sums its gradients in the job's precision, and in two stages in its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,8 @@ class Verification:
     gradients: int
     """how many were compared, on all workers together"""
     largest_difference: float
-    """of any gradient element, beside the largest element of that gradient (or a hundredth of the largest of all)"""
+    """of any gradient element, beside the largest element of that gradient (or a hundredth of the largest of all,
+    in low precision a tenth)"""
     worst_parameter: str
     tolerance: float
 
@@ -59,6 +66,7 @@ def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> No
 def save_gradients(assembly: Assembly, directory: Path) -> None:
     worker, epoch = assembly.worker, verification_epoch(assembly.job, assembly.plan)
     segment: Segment = replace(assembly.segment(epoch), schedule=_without_steps(assembly.plan, epoch))
+    worker.scaler = None  # no update follows that would take the scale out of the gradients again
     worker.run(segment)
     tensors = {
         f"{index}/{name}": gradient.cpu().clone()
@@ -78,15 +86,17 @@ def verification_epoch(job: Job, plan: Plan) -> Epoch:
     return Epoch(num_samples=num_samples, batch_size=batch_size, microbatches=count, seed=job.seed)
 
 
-def compare(job: Job, plan: Plan, directory: Path, tolerance: float) -> Verification:
+def compare(job: Job, plan: Plan, directory: Path) -> Verification:
     """The reference: the same microbatches one after another through the whole model, in this process."""
     switch_dropout_off(job.model)
     epoch = verification_epoch(job, plan)
-    expected_loss, expected = reference_gradients(job, epoch)
+    together = len(plan.pipeline.workers[0]) if job.sync_batch_norm else 1
+    expected_loss, expected = reference_gradients(job, epoch, together)
     losses: dict[int, float] = {}
     compared, worst, worst_name = 0, 0.0, ""
     # A gradient that is zero but for rounding (a bias before batch norm) has no size of its own to compare with.
-    smallest_size = 1e-2 * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
+    smallest_share = 1e-2 if job.precision == "float32" else 1e-1
+    smallest_size = smallest_share * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
     for rank, stages in enumerate(plan.pipeline.stages_of):
         found = load_file(directory / f"worker-{rank}.safetensors")
         losses |= {int(m): loss for m, loss in json.loads((directory / f"worker-{rank}.json").read_text()).items()}
@@ -107,22 +117,33 @@ def compare(job: Job, plan: Plan, directory: Path, tolerance: float) -> Verifica
         gradients=compared,
         largest_difference=worst,
         worst_parameter=worst_name,
-        tolerance=tolerance,
+        tolerance=TOLERANCES[job.precision],
     )
 
 
-def reference_gradients(job: Job, epoch: Epoch) -> tuple[float, dict[str, Tensor]]:
+def reference_gradients(job: Job, epoch: Epoch, together: int = 1) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss and the gradients, with so many microbatches at a time."""
     job.model.train()
     job.model.zero_grad()
     total, mean_loss = sum(epoch.samples), 0.0
-    for microbatch, samples in enumerate(epoch.samples):
-        inputs, target = load_microbatch(job, epoch, microbatch)
+    autocast = autocast_for(job.precision, torch.device("cpu"))
+    for first in range(0, len(epoch.samples), together):
+        members = range(first, first + together)
+        samples = sum(epoch.samples[m] for m in members)
+        inputs, target = _joined([load_microbatch(job, epoch, m) for m in members])
         args, kwargs = call_arguments(inputs)
-        loss = job.loss(job.model(*args, **kwargs), target)
+        with autocast():
+            loss = job.loss(job.model(*args, **kwargs), target)
         torch.autograd.backward(loss * (samples / total))
         mean_loss += float(loss.detach()) * samples / total
     gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
     return mean_loss, gradients
+
+
+def _joined(batches: list[Any]) -> Any:
+    if len(batches) == 1:
+        return batches[0]
+    return pytree.tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *batches)
 
 
 def switch_dropout_off(model: nn.Module) -> None:

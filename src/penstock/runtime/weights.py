@@ -118,6 +118,10 @@ class Weights:
             self._newest.number += 1
         self._versions[self._newest.number] = self._newest
 
+    def discard_gradients(self) -> None:
+        """Those that the next step would consume; it then changes nothing."""
+        self._rounds.pop(self.version, None)
+
     def _new_version(self, number: int) -> Version:
         # `.data` and not `.detach()`: the leaf must not share the parameter's version counter, or autograd would
         # take the optimizer's update for a change of the tensors it has saved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.mailbox import Edge, Mailbox
+from penstock.runtime.precision import LossScaler
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync
 from penstock.runtime.weights import Weights
@@ -81,6 +82,14 @@ class OwnStage:
         return bool(self.module.section.reads) or self.module.section.makes_output
 
 
+def sent_by(stage: int, edges: Mapping[Edge, tuple[str, ...]]) -> dict[int, tuple[str, ...]]:
+    return {target: names for (source, target), names in sorted(edges.items()) if source == stage}
+
+
+def received_by(stage: int, edges: Mapping[Edge, tuple[str, ...]]) -> dict[int, tuple[str, ...]]:
+    return {source: names for (source, target), names in sorted(edges.items()) if target == stage}
+
+
 @dataclass(kw_only=True)
 class Worker:
     rank: int
@@ -91,6 +100,7 @@ class Worker:
     clock: Clock
     device: torch.device
     clip: GlobalClip | None = None
+    scaler: LossScaler | None = None
     on_action: Callable[[Action], None] = lambda action: None
     """called after every action: progress, faults injected by tests"""
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
@@ -160,8 +170,9 @@ class Worker:
         self.sync.run([self.stages[stage].weights for stage in together], action.index)
 
     def _step(self, action: Action, stage: OwnStage, segment: Segment, *, keep: bool) -> None:
-        if self.clip is not None and action.stage == min(self.stages):  # not timed, as waiting for a message is not
-            self.clip.run([each.weights for each in self.stages.values()])
+        for meeting in (self.scaler, self.clip):
+            if meeting is not None and action.stage == min(self.stages):  # not timed, as waiting for a message is not
+                meeting.run([each.weights for each in self.stages.values()])
         count = segment.steps_before(action.stage, action.index)
         self._timed(action, segment, partial(stage.weights.step, count, keep=keep))
 
@@ -172,7 +183,9 @@ class Worker:
         are larger or smaller corrects by the ratio. Under a synchronous schedule all rounds are alike and it is 1.
         """
         last = segment.round_samples(segment.schedule.pipeline.num_stages - 1, microbatch)
-        return segment.samples[microbatch] / last, last / segment.round_samples(stage, microbatch)
+        loss_scale = self.scaler.scale if self.scaler is not None else 1.0
+        weight = loss_scale * segment.samples[microbatch] / last
+        return weight, last / segment.round_samples(stage, microbatch)
 
     def _timed(self, action: Action, segment: Segment, compute: Callable[[], Any]) -> Any:
         start_s = self.clock()

@@ -183,7 +183,8 @@ def build_schedule(
     has no rounds, and keeps nothing in flight. ``custom`` is what each worker does in a minibatch, for that schedule.
     """
     kind = family(name)
-    check_layout(name, pipeline)
+    if kind.trains:
+        check_layout(name, pipeline)
     if not minibatches or min(minibatches) < 1:
         raise ScheduleError(f"minibatches of {list(minibatches)[:4]} microbatches; each has at least one")
     if kind.asynchronous:
@@ -337,9 +338,14 @@ def _interleaved(pipeline: Pipeline, span: range) -> list[list[Action]]:
 
 
 def _forwards(pipeline: Pipeline, worker: int, total: int) -> Iterator[Action]:
-    (stage,) = pipeline.stages_of[worker]
-    for microbatch in pipeline.microbatches_of(worker, stage, range(total)):
-        yield Action(stage, Kind.FORWARD, microbatch)
+    """Where a worker has several stages, group after group of microbatches, each as large as there are workers along
+    the pipeline, so that they need not wait for each other."""
+    stages = pipeline.stages_of[worker]
+    size = total if len(stages) == 1 else max(pipeline.round_sizes) * len(set(pipeline.workers))
+    for first in range(0, total, size):
+        for stage in stages:
+            for microbatch in pipeline.microbatches_of(worker, stage, range(first, min(first + size, total))):
+                yield Action(stage, Kind.FORWARD, microbatch)
 
 
 def _check_ties(name: str, pipeline: Pipeline) -> None:

@@ -1,0 +1,31 @@
+"""torch.compile of a stage, as one function of weights and inputs: new versions of the weights run the same code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from penstock.errors import JobError
+from penstock.runtime.split import Section
+
+
+def compiled(section: Section) -> Section:
+    """The same section, compiled when it first runs, and again when sizes first change."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # seconds, which only those who compile should wait
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise JobError(
+            "Job.compile needs a C++ compiler, and none was found; install g++ or clang, name yours in the environment "
+            "variable CXX, or leave compile out"
+        ) from error
+
+    # A function of its own for each section: torch keeps what it has compiled by function.
+    def call(*arguments: Any, **options: Any) -> Any:
+        return torch.func.functional_call(*arguments, **options)
+
+    return replace(section, call=torch.compile(call))
