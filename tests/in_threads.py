@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,7 @@ from penstock.profile import Profile
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.measure import profile_job
 from penstock.runtime.transport import LocalExchange, LocalTransport
+from penstock.runtime.verify import compare, save_gradients, switch_dropout_off
 
 CPU = torch.device("cpu")
 
@@ -122,3 +125,18 @@ def run_in_threads(
 def train(assembly: Assembly) -> None:
     for number in range(assembly.job.epochs):
         assembly.worker.run(assembly.segment(make_epoch(assembly.job, assembly.plan, number)))
+
+
+def check_same_gradients(plan: Plan, make: Callable[[], Job]) -> None:
+    """What `penstock verify` does, on threads: the loss and every gradient are those of one process."""
+
+    def without_dropout() -> Job:
+        job = make()
+        switch_dropout_off(job.model)
+        return job
+
+    with tempfile.TemporaryDirectory() as directory:
+        run_in_threads(plan, without_dropout, work=lambda assembly: save_gradients(assembly, Path(directory)))
+        found = compare(without_dropout(), plan, Path(directory), tolerance=1e-5)
+    assert found.passed, found
+    assert found.gradients >= len(plan.profile.graph.parameters)

@@ -119,7 +119,9 @@ def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
         args, kwargs = call_arguments(inputs)
         names = list(kwargs)
         dynamic = pytree.tree_map(_varying, (args, kwargs), *(call_arguments(other) for other in others))
-        exported = torch.export.export(model, args, kwargs, dynamic_shapes=_by_parameter(model, *dynamic), strict=False)
+        shapes = _by_parameter(model, *dynamic)
+        with _plain_output(model):
+            exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         module = exported.module(check_guards=False)
         out_spec = exported.call_spec.out_spec
 
@@ -138,6 +140,21 @@ def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
         return _captured("export", model, module, module.graph, bind, rebuild)
 
     yield attempt
+
+
+@contextmanager
+def _plain_output(model: nn.Module) -> Iterator[None]:
+    """Have None stand for whatever a graph cannot return, such as a cache of keys and values that is for inference."""
+    plain = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str)
+
+    def keep_plain(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, plain) else None, output)
+
+    hook = model.register_forward_hook(keep_plain)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _varying(leaf: Any, *others: Any) -> Any:
@@ -289,12 +306,16 @@ def _copied(inputs: Any) -> Any:
 
 
 def _compare(expected: Any, found: Any) -> None:
-    one, two = pytree.tree_leaves(expected), pytree.tree_leaves(found)
+    one, two = _tensors(expected), _tensors(found)
     if len(one) != len(two):
-        raise CaptureError(f"the captured graph returns {len(two)} values, the model {len(one)}")
+        raise CaptureError(f"the captured graph returns {len(two)} tensors, the model {len(one)}")
     for left, right in zip(one, two, strict=True):
-        if isinstance(left, Tensor) and not torch.allclose(left, right, rtol=1e-4, atol=1e-5, equal_nan=True):
+        if not torch.allclose(left, right, rtol=1e-4, atol=1e-5, equal_nan=True):
             raise CaptureError("the captured graph computes something else than the model")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _first_line(error: Exception) -> str:
