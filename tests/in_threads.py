@@ -20,7 +20,7 @@ from penstock.profile import Profile
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.measure import profile_job
 from penstock.runtime.transport import LocalExchange, LocalTransport
-from penstock.runtime.verify import compare, save_gradients, switch_dropout_off
+from penstock.runtime.verify import compare, save_gradients, without_dropout
 
 CPU = torch.device("cpu")
 
@@ -130,13 +130,10 @@ def train(assembly: Assembly) -> None:
 def check_same_gradients(plan: Plan, make: Callable[[], Job]) -> None:
     """What `penstock verify` does, on threads: the loss and every gradient are those of one process."""
 
-    def without_dropout() -> Job:
-        job = make()
-        switch_dropout_off(job.model)
-        return job
-
     with tempfile.TemporaryDirectory() as directory:
-        run_in_threads(plan, without_dropout, work=lambda assembly: save_gradients(assembly, Path(directory)))
-        found = compare(without_dropout(), plan, Path(directory), tolerance=1e-5)
+        run_in_threads(
+            plan, lambda: without_dropout(make()), work=lambda assembly: save_gradients(assembly, Path(directory))
+        )
+        found = compare(make(), plan, Path(directory), tolerance=1e-5)
     assert found.passed, found
     assert found.gradients >= len(plan.profile.graph.parameters)

@@ -84,7 +84,7 @@ class Recurrent(nn.Module):
 
 
 class Translator(nn.Module):
-    """As GNMT: a bidirectional layer first, residuals from the third on, one attention that feeds every decoder layer."""
+    """As GNMT: a bidirectional layer first, residuals further on, an attention that feeds every decoder layer."""
 
     def __init__(self, words: int = 20, width: int = 8, layers: int = 3) -> None:
         super().__init__()

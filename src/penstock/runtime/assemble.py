@@ -11,6 +11,7 @@ import torch
 from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
+from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.capture import Captured, capture
 from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch
 from penstock.runtime.mailbox import Mailbox
@@ -43,17 +44,18 @@ class JobFeed:
         return self.captured.bind(inputs), target
 
 
-def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> Splitter:
-    """The job's model, captured as it was for the plan's profile, on the device where it will run.
+def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> tuple[Splitter, Blueprint]:
+    """The job's model, captured as it was for the plan's profile, for the device where it will run.
 
     On the device already, because a graph remembers where the constants it makes were.
     """
     check_job(job, plan)
     inputs, _ = load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0)
     inputs, others = to_device((inputs, inputs_of_other_shapes(job, inputs)), device)
-    splitter = Splitter(capture(job.model.to(device), inputs, others))
+    blueprint = blueprint_of(job, device)
+    splitter = Splitter(capture(blueprint.model, inputs, others))
     check_same_model(splitter, (layer.name for layer in plan.profile.graph.layers), "the plan")
-    return splitter
+    return splitter, blueprint
 
 
 def check_job(job: Job, plan: Plan) -> None:
@@ -130,10 +132,10 @@ def assemble(
     timeout_s: float,
 ) -> Assembly:
     """The worker of ``transport.rank``: its section of the model, its ends of the channels, its share of the sync."""
-    splitter = capture_for_plan(job, plan, device)
+    splitter, blueprint = capture_for_plan(job, plan, device)
     pipeline = plan.pipeline
     index = pipeline.stage_of[transport.rank]
-    section = splitter.section(plan.stages[index].layers)
+    section = blueprint.filled(splitter.section(plan.stages[index].layers), device)
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
     weights = Weights(section.parameters, job.optimizer, job.scheduler)
     rebuild = splitter.captured.rebuild_output

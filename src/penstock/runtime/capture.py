@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CaptureError, JobError
 from penstock.runtime.grouping import CapturedLayer, group_into_layers
 from penstock.runtime.inplace import mutated_arguments
+from penstock.runtime.recording import CPU, META, WithoutValues
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,32 @@ def capture(model: nn.Module, inputs: Any, others: Sequence[Any] = ()) -> Captur
     """Capture ``model`` in training mode, leaving it as it was: weights, buffers, mode and random state.
 
     ``others`` are inputs of further batches, for the sizes besides the number of samples that differ between batches.
+    A model on the meta device is captured there, for the device that the inputs are on.
     """
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return _capture(model, inputs, others)
+    device = next((leaf.device for leaf in _tensors(inputs)), CPU)
+    with WithoutValues():
+        captured = _capture(model, *pytree.tree_map_only(Tensor, lambda leaf: leaf.to(META), (inputs, others)))
+    _move_from_meta(captured, device)
+    return captured
+
+
+def _move_from_meta(captured: Captured, device: torch.device) -> None:
+    """A graph remembers where the tensors that it makes were, also inside regions without gradients or autocast."""
+    elsewhere: dict[Any, Any] = {META: device, META.type: device.type}
+    inner = [module for module in captured.root.modules() if isinstance(module, fx.GraphModule)]
+    for graph in (captured.graph, *(module.graph for module in inner)):
+        for node in graph.nodes:
+            given = (node.args, node.kwargs)
+            node.args, node.kwargs = fx.node.map_aggregate(
+                given, lambda item: elsewhere.get(item, item) if isinstance(item, (torch.device, str)) else item
+            )
+    for module in inner:
+        module.recompile()
+
+
+def _capture(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Captured:
     with untouched(model):
         model.train()
         reasons = []
@@ -282,10 +308,12 @@ def _captured(
 def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Sequence[Any]) -> None:
     """The graph must compute what the model computes, for this batch, for a smaller one and for the others.
 
-    Each starts alike, also where the model changes its buffers or writes into its inputs.
+    Each starts alike, also where the model changes its buffers or writes into its inputs. Without values only shapes
+    can be compared, and nothing if the model asks for values that it can do without when it is captured.
     """
+    has_values = not any(leaf.is_meta for leaf in _tensors(inputs))
     smaller = pytree.tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() > 0 and len(x) > 1 else x, inputs)
-    for given, must_work in ((inputs, True), *((other, False) for other in (smaller, *others))):
+    for given, must_work in ((inputs, has_values), *((other, False) for other in (smaller, *others))):
         try:
             args, kwargs = call_arguments(_copied(given))
             with untouched(model), torch.no_grad():
@@ -310,7 +338,11 @@ def _compare(expected: Any, found: Any) -> None:
     if len(one) != len(two):
         raise CaptureError(f"the captured graph returns {len(two)} tensors, the model {len(one)}")
     for left, right in zip(one, two, strict=True):
-        if not torch.allclose(left, right, rtol=1e-4, atol=1e-5, equal_nan=True):
+        if left.is_meta:
+            same = left.shape == right.shape and left.dtype == right.dtype
+        else:
+            same = torch.allclose(left, right, rtol=1e-4, atol=1e-5, equal_nan=True)
+        if not same:
             raise CaptureError("the captured graph computes something else than the model")
 
 

@@ -16,8 +16,10 @@ from penstock.errors import WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
+from penstock.runtime.blueprint import blueprint_of
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
+from penstock.runtime.recording import CPU
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import worker_process
 from penstock.runtime.transport import TorchTransport
@@ -45,7 +47,7 @@ class Verification:
 
 def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> None:
     """Run one minibatch without updating any weight; leave gradients and losses in ``directory``."""
-    switch_dropout_off(job.model)
+    job = without_dropout(job)
     with worker_process(plan, timeout_s) as device:
         transport = TorchTransport(sync_groups(plan))
         assembly = assemble(job, plan, transport=transport, clock=time.perf_counter, device=device, timeout_s=timeout_s)
@@ -72,9 +74,8 @@ def verification_epoch(job: Job, plan: Plan) -> Epoch:
 
 def compare(job: Job, plan: Plan, directory: Path, tolerance: float) -> Verification:
     """The reference: the same microbatches one after another through the whole model, in this process."""
-    switch_dropout_off(job.model)
     epoch = verification_epoch(job, plan)
-    expected_loss, expected = reference_gradients(job, epoch)
+    expected_loss, expected = reference_gradients(without_dropout(job), epoch)
     losses: dict[int, float] = {}
     compared, worst, worst_name = 0, 0.0, ""
     # A gradient that is zero but for rounding (a bias before batch norm) has no size of its own to compare with.
@@ -104,26 +105,35 @@ def compare(job: Job, plan: Plan, directory: Path, tolerance: float) -> Verifica
 
 
 def reference_gradients(job: Job, epoch: Epoch) -> tuple[float, dict[str, Tensor]]:
-    job.model.train()
-    job.model.zero_grad()
+    model = blueprint_of(job, CPU).whole(CPU)
+    model.train()
+    model.zero_grad()
     total, mean_loss = sum(epoch.samples), 0.0
     for microbatch, samples in enumerate(epoch.samples):
         inputs, target = load_microbatch(job, epoch, microbatch)
         args, kwargs = call_arguments(inputs)
-        loss = job.loss(job.model(*args, **kwargs), target)
+        loss = job.loss(model(*args, **kwargs), target)
         torch.autograd.backward(loss * (samples / total))
         mean_loss += float(loss.detach()) * samples / total
-    gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return mean_loss, gradients
 
 
-def switch_dropout_off(model: nn.Module) -> None:
+def without_dropout(job: Job) -> Job:
     """Random masks differ from process to process; without them the two computations are the same function."""
+    given = job.model
+    if isinstance(given, nn.Module):
+        return replace(job, model=_switch_dropout_off(given))
+    return replace(job, model=lambda: _switch_dropout_off(given()))
+
+
+def _switch_dropout_off(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             module.dropout = 0.0
+    return model
 
 
 def _without_steps(plan: Plan, epoch: Epoch) -> Schedule:
