@@ -61,10 +61,15 @@ def test_every_link_between_documents_leads_somewhere() -> None:
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-def test_the_example_job_is_one() -> None:
+@pytest.mark.parametrize(("name", "batch_size"), [("small_net", 32), ("large_model", 8)])
+def test_the_example_jobs_are_such(name: str, batch_size: int) -> None:
+    from penstock.runtime.blueprint import blueprint_of
     from penstock.runtime.jobs import load_job
+    from penstock.runtime.recording import CPU
 
-    assert load_job(ROOT / "examples" / "small_net.py").batch_size == 32
+    job = load_job(ROOT / "examples" / f"{name}.py")
+    assert job.batch_size == batch_size
+    assert any(parameter.is_meta for parameter in blueprint_of(job, CPU).model.parameters()) == (name == "large_model")
 
 
 def test_torch_is_a_range_for_users_and_exact_for_development() -> None:

@@ -46,12 +46,12 @@ def build() -> nn.Module:
 
 def job() -> Job:
     torch.manual_seed(0)
-    inputs, targets = torch.randn(12, WIDTH), torch.full((12, WIDTH), 0.5)
+    inputs, targets = torch.randn(WIDTH).repeat(12, 1), torch.full((12, WIDTH), 0.5)
     return Job(
         model=build,
         data=list(zip(inputs, targets, strict=True)),
         loss=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.03),
         batch_size=4,
     )
 
