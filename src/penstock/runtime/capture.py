@@ -98,7 +98,7 @@ def _capture(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Captured:
         for name, front_end in zip(FRONT_ENDS, (_export, _fx, _module), strict=True):
             for attempt in front_end(model, inputs, others):
                 try:
-                    with _quietly():
+                    with _quietly(), untouched(model):
                         captured = attempt()
                     _check_same(model, captured, inputs, others)
                 except Exception as error:  # whatever a front end cannot do, the next may
@@ -125,6 +125,7 @@ def _quietly() -> Iterator[None]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put mode, buffers, gradients and the random state back afterwards."""
     modes = {module: module.training for module in model.modules()}
+    held = {module: dict(module._buffers) for module in model.modules()}  # a model may assign others, even fx's proxies
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -133,6 +134,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes.items():
                 module.training = training
+            for module, own in held.items():
+                module._buffers.update(own)
             with torch.no_grad():
                 for buffer, saved in buffers.items():
                     buffer.copy_(saved)
@@ -317,7 +320,7 @@ def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Seque
         try:
             args, kwargs = call_arguments(_copied(given))
             with untouched(model), torch.no_grad():
-                expected = model(*args, **kwargs)
+                expected = _copied(model(*args, **kwargs))  # it may be a buffer, which is put back
         except Exception:
             if must_work:
                 raise
@@ -326,7 +329,8 @@ def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Seque
             flat = fx.Interpreter(fx.GraphModule(captured.root, captured.graph), graph=captured.graph).run(
                 *captured.bind(_copied(given)), enable_io_processing=False
             )
-        _compare(expected, captured.rebuild_output(flat))
+            found = _copied(captured.rebuild_output(flat))
+        _compare(expected, found)
 
 
 def _copied(inputs: Any) -> Any:
