@@ -27,6 +27,7 @@ from penstock.runtime.assemble import Assembly
 from penstock.runtime.blueprint import blueprint_of
 from penstock.runtime.recording import record
 from test_processes import TESTS, penstock
+from test_shapes import Average, Recurrent, ragged_job
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "conv": models.convolutional,
@@ -48,6 +49,16 @@ def built(name: str, **fields: Any) -> Job:
 def test_gradients_are_those_of_one_process(name: str) -> None:
     """Also where layers are whole modules, as fx leaves them."""
     check_same_gradients(even_plan(profile(built(name)), (1, 1), "1f1b", microbatches=2), lambda: built(name))
+
+
+@pytest.mark.parametrize("model", [Average, Recurrent])
+def test_sequences_may_be_of_any_length(model: type[nn.Module]) -> None:
+    """Export unrolls what is recurrent to the length it sees, which must show without values too."""
+
+    def make() -> Job:
+        return replace(ragged_job(model), model=model)
+
+    check_same_gradients(even_plan(profile(make()), (1, 1), "1f1b", microbatches=2), make)
 
 
 def values_at_start(replicas: tuple[int, ...], job: Job) -> list[dict[str, Tensor]]:

@@ -202,12 +202,21 @@ def _check_sizes(leaves: Sequence[Any], placeholders: Sequence[fx.Node]) -> None
             continue
         sizes = list(getattr(node.meta.get("val"), "shape", leaf.shape))
         for dimension in range(1, leaf.dim()):
-            if isinstance(sizes[dimension], int) and sizes[dimension] != leaf.shape[dimension]:
+            fixed = _number(sizes[dimension])
+            if fixed is not None and fixed != leaf.shape[dimension]:
                 raise JobError(
                     f"model input {node.name} has shape {list(leaf.shape)}, but dimension {dimension} was "
-                    f"{sizes[dimension]} in all batches that the model was captured with; pad it to that, "
+                    f"{fixed} in all batches that the model was captured with; pad it to that, "
                     "or let the first or last samples of the data differ in it"
                 )
+
+
+def _number(size: int | torch.SymInt) -> int | None:
+    """What a size is, if export took it as fixed: it may have found out late, and left a symbol that stands for it."""
+    if isinstance(size, int):
+        return size
+    found: int | None = size.node.maybe_as_int()
+    return found
 
 
 def _by_parameter(model: nn.Module, args: Any, kwargs: Any) -> Any:
