@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ from penstock.runtime.measure import profile_job
 from penstock.runtime.state import state_of
 from penstock.runtime.train import parts_left
 from penstock.runtime.transport import LocalExchange, LocalTransport
+from penstock.runtime.verify import compare, save_gradients, without_dropout
 from penstock.runtime.worker import OwnStage
 from penstock.schedule import Action, family
 from penstock.schedule.builders import position_on
@@ -202,9 +204,22 @@ def train_keeping(
         worker.on_action = after
         for part in parts_left(job, plan, done):
             segment = assembly.segment(part)
-            is_last = part.number == job.epochs - 1 and part.is_at_end
+            is_last = part.number == job.epochs - 1 and part.is_end
             done = keeper.expect(segment.schedule, part, done, is_last=is_last)
             worker.run(segment)
         keeper.finish()
 
     return run_in_threads(plan, make, work=work)
+
+
+def check_same_gradients(plan: Plan, make: Callable[[], Job]) -> None:
+    """What `penstock verify` does, on threads: the loss and every gradient are those of one process."""
+
+    with tempfile.TemporaryDirectory() as directory:
+        run_in_threads(
+            plan, lambda: without_dropout(make()), work=lambda assembly: save_gradients(assembly, Path(directory))
+        )
+        found = compare(make(), plan, Path(directory))
+    assert found.passed, found
+    assert found.largest_difference < 1e-5, found
+    assert found.gradients >= len(plan.profile.graph.parameters)

@@ -83,6 +83,37 @@ class Recurrent(nn.Module):
         return self.head(hidden[:, -1] + cell[0])
 
 
+class Translator(nn.Module):
+    """As GNMT: a bidirectional layer first, residuals further on, an attention that feeds every decoder layer."""
+
+    def __init__(self, words: int = 20, width: int = 8, layers: int = 3) -> None:
+        super().__init__()
+        self.source = nn.Embedding(words, width)
+        self.both_ways = nn.LSTM(width, width, batch_first=True, bidirectional=True)
+        widths = [2 * width, *[width] * (layers - 2)]
+        self.encoder = nn.ModuleList(nn.LSTM(each, width, batch_first=True) for each in widths)
+        self.target = nn.Embedding(words, width)
+        self.first = nn.LSTM(width, width, batch_first=True)
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.score = nn.Linear(width, 1, bias=False)
+        self.decoder = nn.ModuleList(nn.LSTM(2 * width, width, batch_first=True) for _ in range(layers - 1))
+        self.words = nn.Linear(width, words)
+
+    def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        memory, _ = self.both_ways(self.source(source))
+        for index, layer in enumerate(self.encoder):
+            made, _ = layer(memory)
+            memory = made + memory if index > 0 else made
+        hidden, _ = self.first(self.target(target))
+        scores = self.score(torch.tanh(self.query(hidden)[:, :, None] + self.key(memory)[:, None])).squeeze(-1)
+        weights = scores.masked_fill((source == 0)[:, None], -1e9).softmax(dim=-1)
+        context = weights @ memory
+        for index, layer in enumerate(self.decoder):
+            made, _ = layer(torch.cat([hidden, context], dim=-1))
+            hidden = made + hidden if index > 0 else made
+        return self.words(hidden), {"attention": weights}
+
+
 def convolutional() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1),
@@ -186,6 +217,16 @@ def _recurrent(samples: int) -> tuple[nn.Module, Any, Any]:
     return Recurrent(), list(zip(torch.randn(samples, 3, 6), _labels(samples), strict=True)), F.cross_entropy
 
 
+def _translator(samples: int) -> tuple[nn.Module, Any, Any]:
+    source, target = torch.randint(0, 20, (samples, 6)), torch.randint(0, 20, (samples, 5))
+    inputs = list(zip(source, target[:, :-1], strict=True))
+
+    def loss(output: tuple[Tensor, Any], wanted: Tensor) -> Tensor:
+        return F.cross_entropy(output[0].flatten(0, 1), wanted.flatten())
+
+    return Translator(), list(zip(inputs, target[:, 1:], strict=True)), loss
+
+
 MODELS: dict[str, Callable[[int], tuple[nn.Module, Any, Any]]] = {
     "conv": _conv,
     "tied": _tied,
@@ -194,4 +235,5 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Any, Any]]] = {
     "recurrent": _recurrent,
     "noisy": _noisy,
     "transformer": _transformer,
+    "translator": _translator,
 }

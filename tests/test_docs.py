@@ -63,9 +63,14 @@ def test_every_link_between_documents_leads_somewhere() -> None:
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_job_is_one(example: Path) -> None:
+    from penstock.runtime.blueprint import blueprint_of
     from penstock.runtime.jobs import load_job
+    from penstock.runtime.recording import CPU
 
-    assert load_job(example).batch_size >= 32
+    job = load_job(example)
+    assert job.batch_size >= 8
+    large = any(parameter.is_meta for parameter in blueprint_of(job, CPU).model.parameters())
+    assert large == (example.stem == "large_model")
 
 
 def test_torch_is_a_range_for_users_and_exact_for_development() -> None:

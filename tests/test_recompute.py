@@ -44,7 +44,7 @@ class Run:
 
 def run_alone(plan: Plan, job: Job) -> Run:
     """All stages in one thread, so that they draw random numbers in one order."""
-    splitter = capture_for_plan(job, plan, CPU)
+    splitter, _ = capture_for_plan(job, plan, CPU)
     rebuild = splitter.captured.rebuild_output
     stages = []
     for stage in plan.stages:
@@ -249,7 +249,7 @@ def kept_bytes(name: str, *, recompute: bool) -> int:
     """What five forwards of a middle stage leave in memory besides inputs and the buffers that each saw."""
     job = make_job(name, samples=64, batch_size=64)
     plan = even_plan(with_batch_size(profile_of(name), 64), (1, 1, 1), "1f1b")
-    splitter = capture_for_plan(job, plan, CPU)
+    splitter, _ = capture_for_plan(job, plan, CPU)
     first, section = (splitter.section(stage.layers) for stage in plan.stages[:2])
     inputs, _ = JobFeed(job, make_epoch(job, plan, 0), splitter.captured, CPU).load(0)
     values, _ = first.run(first.parameters, [inputs[position] for position in first.reads])
@@ -273,7 +273,7 @@ def test_between_forward_and_backward_nothing_is_kept_but_inputs_buffers_and_the
 def test_a_value_sent_by_a_stage_that_recomputes_says_whether_a_gradient_is_owed() -> None:
     job = make_job("branches")
     plan = even_plan(profile_of("branches"), (1, 1, 1), "1f1b")
-    splitter = capture_for_plan(job, plan, CPU)
+    splitter, _ = capture_for_plan(job, plan, CPU)
     section = splitter.section(plan.stages[0].layers)
     inputs, target = JobFeed(job, make_epoch(job, plan, 0), splitter.captured, CPU).load(0)
     sent = []

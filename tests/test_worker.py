@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import replica_shares
-from in_threads import CPU, even_plan, looped_plan, profile_of, run_in_threads, uneven_plan, with_batch_size
+from in_threads import (
+    CPU,
+    check_same_gradients,
+    even_plan,
+    looped_plan,
+    profile_of,
+    run_in_threads,
+    uneven_plan,
+    with_batch_size,
+)
 from models import make_job
 from penstock import Job
 from penstock.errors import WorkerError
@@ -127,6 +136,13 @@ def test_replicas_with_unequal_shares_train_as_one_process_does(
     make = functools.partial(make_job, "tied", samples=23, batch_size=8)
     plan = uneven_plan(with_batch_size(profile_of("tied"), 8), shares, schedule, microbatches=7)
     check_same_weights(run_in_threads(plan, make), single_process(make(), plan))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_translator_with_attention_has_the_gradients_of_one_process(stages: int) -> None:
+    """As GNMT: what the encoder made and what the attention found are read by many layers further on."""
+    plan = even_plan(profile_of("translator"), (1,) * stages, "1f1b", microbatches=2)
+    check_same_gradients(plan, lambda: make_job("translator"))
 
 
 @pytest.mark.parametrize("name", ["conv", "undecided", "recurrent"])
@@ -242,7 +258,7 @@ def test_asynchronous_training_uses_exactly_the_versions_of_the_schedule(
 
 def sections_reference(job: Job, plan: Plan) -> list[dict[str, Tensor]]:
     """As above, section by section, so that each stage's uses of a shared weight may be of its own version."""
-    epoch, splitter = make_epoch(job, plan, 0), capture_for_plan(job, plan, CPU)
+    epoch, (splitter, _) = make_epoch(job, plan, 0), capture_for_plan(job, plan, CPU)
     schedule = plan.schedule_for(epoch.minibatches)
     sections = [splitter.section(stage.layers) for stage in plan.stages]
     names = dict.fromkeys(name for section in sections for name in section.parameters)

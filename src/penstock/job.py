@@ -49,8 +49,8 @@ class EarlyStop:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    model: nn.Module
-    """any module, unmodified; built alike in every worker"""
+    model: nn.Module | Callable[[], nn.Module]
+    """any module, unmodified, built alike in every worker; or a function that builds it, if it is too large for one"""
     data: Samples
     """(inputs, target) by index. Inputs go to the model: a tensor or tuple by position, a dict by name"""
     loss: Callable[[Any, Any], Tensor]
@@ -61,7 +61,7 @@ class Job:
     """samples per minibatch, which is one optimizer step"""
     epochs: int = 1
     seed: int = 0
-    """of the order of the samples, and of dropout"""
+    """of the order of the samples, of dropout, and of the initial values if ``model`` is a function"""
     collate: Callable[[list[Any]], Any] | None = None
     """turns a list of samples into a batch; torch's default_collate if not given"""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None

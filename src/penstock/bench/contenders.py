@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
+from penstock.runtime.blueprint import blueprint_of
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_batch
 from penstock.runtime.optimizers import Optimizers
@@ -182,7 +183,7 @@ class TorchDataParallel:
 
     def __init__(self, job: Job, workers: int) -> None:
         self.job, self.workers = job, workers
-        self.model = DistributedDataParallel(copy.deepcopy(job.model).train())
+        self.model = DistributedDataParallel(copy.deepcopy(blueprint_of(job, CPU).model).train())
         self.optimizers = Optimizers(job.optimizer, None, list(self.model.module.named_parameters()))
         inputs, self.target = load_batch(job, range(job.batch_size), seed=0)
         self.args, self.kwargs = call_arguments(inputs)

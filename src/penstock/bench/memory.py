@@ -1,7 +1,7 @@
 """The peak memory of a plan's workers, counted by torch's own allocator while they train a few minibatches.
 
 What a process takes of the machine says little: an allocator keeps what is freed. So every tensor that comes and goes
-is counted, from before the model is built; the parts of the model that a worker does not run are taken off again.
+is counted, beginning with the weights of the worker's own stages: the rest of the model and the data are there anyway.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ def main(case: str, directory: Path) -> None:
             ours = Ours(job, plan, transport)
             with record_function(TRAINING):
                 ours.run(MINIBATCHES)
-        own = {name for stage in ours.assembly.worker.stages.values() for name in stage.weights.parameters}
-        others = sum(p.nbytes for name, p in job.model.named_parameters() if name not in own)
+        stages = ours.assembly.worker.stages.values()
+        weights = sum(parameter.nbytes for stage in stages for parameter in stage.weights.parameters.values())
         trace = directory / f"trace-{dist.get_rank()}.json"
         recorded.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
         begun = next(event["ts"] for event in events if event.get("name") == TRAINING)
-        totals = [e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]" and e["ts"] >= begun]
-        (directory / f"peak-{dist.get_rank()}").write_text(json.dumps(max(totals) - others))
+        totals = sorted((e["ts"], e["args"]["Total Allocated"]) for e in events if e.get("name") == "[memory]")
+        before = max(total for total in totals if total[0] < begun)[1]
+        peak = max(total for moment, total in totals if moment >= begun)
+        (directory / f"peak-{dist.get_rank()}").write_text(json.dumps(peak - before + weights))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ from penstock.bench.rows import Findings, Row
 from penstock.cluster import ANY_KIND
 from penstock.job import Job
 from penstock.profile import Profile
+from penstock.runtime.blueprint import blueprint_of
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_batch
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.optimizers import Optimizers
+from penstock.runtime.recording import CPU
 
 ROUNDS = 5
 STEPS = 10
@@ -54,13 +56,14 @@ def _whole_step_s(job: Job) -> float:
     """The median of ordinary training steps of the unmodified model."""
     inputs, target = load_batch(job, range(job.batch_size), seed=0)
     args, kwargs = call_arguments(inputs)
-    optimizers = Optimizers(job.optimizer, None, list(job.model.named_parameters()))
-    job.model.train()
+    model = blueprint_of(job, CPU).model
+    optimizers = Optimizers(job.optimizer, None, list(model.named_parameters()))
+    model.train()
     times = []
     for _ in range(STEPS):
         start_s = time.perf_counter()
-        torch.autograd.backward(job.loss(job.model(*args, **kwargs), target))
+        torch.autograd.backward(job.loss(model(*args, **kwargs), target))
         optimizers.step(0)
-        job.model.zero_grad()
+        model.zero_grad()
         times.append(time.perf_counter() - start_s)
     return statistics.median(times[2:])

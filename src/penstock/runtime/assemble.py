@@ -13,6 +13,7 @@ from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.runtime.batch_norm import check_lock_step, synchronise
+from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.buffers import ReplicaBuffers
 from penstock.runtime.capture import Captured, capture
 from penstock.runtime.compiling import compiled
@@ -53,18 +54,19 @@ class JobFeed:
         return self.captured.bind(inputs), target
 
 
-def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> Splitter:
-    """The job's model, captured as it was for the plan's profile, on the device where it will run.
+def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> tuple[Splitter, Blueprint]:
+    """The job's model, captured as it was for the plan's profile, for the device where it will run.
 
     On the device already, because a graph remembers where the constants it makes were.
     """
     check_job(job, plan)
     inputs, _ = load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0)
     inputs, others = to_device((inputs, inputs_of_other_shapes(job, inputs)), device)
-    job.model.to(device).train()  # for modules that the graph calls whole
-    splitter = Splitter(capture(job.model, inputs, others))
+    blueprint = blueprint_of(job, device)
+    blueprint.model.train()  # for modules that the graph calls whole
+    splitter = Splitter(capture(blueprint.model, inputs, others))
     check_same_model(splitter, (layer.name for layer in plan.profile.graph.layers), "the plan")
-    return splitter
+    return splitter, blueprint
 
 
 def check_job(job: Job, plan: Plan) -> None:
@@ -126,6 +128,7 @@ class Assembly:
     worker: Worker
     buffers: Sequence[ReplicaBuffers]
     """of each of the worker's stages"""
+    blueprint: Blueprint
 
     def segment(self, epoch: Epoch, first_microbatch: int = 0, first_round: int = 0) -> Segment:
         return Segment(
@@ -164,7 +167,7 @@ def assemble(
     timeout_s: float,
 ) -> Assembly:
     """The worker of ``transport.rank``: its section of the model, its ends of the channels, its share of the sync."""
-    splitter = capture_for_plan(job, plan, device)
+    splitter, blueprint = capture_for_plan(job, plan, device)
     pipeline = plan.pipeline
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
     clip, scaler = None, None
@@ -178,7 +181,7 @@ def assemble(
         stages={
             stage.index: stage
             for stage in _own_stages(
-                job, plan, splitter, edges, transport=transport, device=device, timeout_s=timeout_s
+                job, plan, splitter, blueprint, edges, transport=transport, device=device, timeout_s=timeout_s
             )
         },
         mailbox=Mailbox(
@@ -198,13 +201,14 @@ def assemble(
         ReplicaBuffers(stage.module.section.buffers, pipeline.workers[index], transport=transport, timeout_s=timeout_s)
         for index, stage in worker.stages.items()
     ]
-    return Assembly(job, plan, splitter, worker, buffers)
+    return Assembly(job, plan, splitter, worker, buffers, blueprint)
 
 
 def _own_stages(
     job: Job,
     plan: Plan,
     splitter: Splitter,
+    blueprint: Blueprint,
     edges: Mapping[Edge, tuple[str, ...]],
     *,
     transport: Transport,
@@ -214,7 +218,7 @@ def _own_stages(
     rebuild, pipeline = splitter.captured.rebuild_output, plan.pipeline
     taken: set[str] = set()
     for index in pipeline.stages_of[transport.rank]:
-        section = splitter.section(plan.stages[index].layers)
+        section = blueprint.filled(splitter.section(plan.stages[index].layers), device)
         if job.sync_batch_norm and len(pipeline.workers[index]) > 1:
             synchronise(section, splitter.captured, pipeline.workers[index], transport, timeout_s)
         if job.compile:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CaptureError, JobError
 from penstock.runtime.grouping import CapturedLayer, group_into_layers
 from penstock.runtime.inplace import mutated_arguments
+from penstock.runtime.recording import CPU, META, WithoutValues
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,33 @@ def capture(
 
     ``others`` are inputs of further batches, for the sizes besides the number of samples that differ between batches.
     ``only`` names the one front end to try.
+    A model on the meta device is captured there, for the device that the inputs are on.
     """
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return _capture(model, inputs, others, mode, only)
+    device = next((leaf.device for leaf in _tensors(inputs)), CPU)
+    with WithoutValues():
+        shapes = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(META), (inputs, others))
+        captured = _capture(model, shapes[0], shapes[1], mode, only)
+    _move_from_meta(captured, device)
+    return captured
+
+
+def _move_from_meta(captured: Captured, device: torch.device) -> None:
+    """A graph remembers where the tensors that it makes were, also inside regions without gradients or autocast."""
+    elsewhere: dict[Any, Any] = {META: device, META.type: device.type}
+    inner = [module for module in captured.root.modules() if isinstance(module, fx.GraphModule)]
+    for graph in (captured.graph, *(module.graph for module in inner)):
+        for node in graph.nodes:
+            given = (node.args, node.kwargs)
+            node.args, node.kwargs = fx.node.map_aggregate(
+                given, lambda item: elsewhere.get(item, item) if isinstance(item, (torch.device, str)) else item
+            )
+    for module in inner:
+        module.recompile()
+
+
+def _capture(model: nn.Module, inputs: Any, others: Sequence[Any], mode: str, only: str | None) -> Captured:
     with untouched(model):
         model.train(mode == "train")
         reasons = []
@@ -82,7 +109,7 @@ def capture(
                 continue
             for attempt in front_end(model, inputs, others):
                 try:
-                    with _quietly():
+                    with _quietly(), untouched(model):
                         captured = attempt()
                     _check_same(model, captured, inputs, others)
                 except Exception as error:  # whatever a front end cannot do, the next may
@@ -109,6 +136,7 @@ def _quietly() -> Iterator[None]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put mode, buffers, gradients and the random state back afterwards."""
     modes = {module: module.training for module in model.modules()}
+    held = {module: dict(module._buffers) for module in model.modules()}  # a model may assign others, even fx's proxies
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -117,6 +145,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes.items():
                 module.training = training
+            for module, own in held.items():
+                module._buffers.update(own)
             with torch.no_grad():
                 for buffer, saved in buffers.items():
                     buffer.copy_(saved)
@@ -129,7 +159,9 @@ def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
         args, kwargs = call_arguments(inputs)
         names = list(kwargs)
         dynamic = pytree.tree_map(_varying, (args, kwargs), *(call_arguments(other) for other in others))
-        exported = torch.export.export(model, args, kwargs, dynamic_shapes=_by_parameter(model, *dynamic), strict=False)
+        shapes = _by_parameter(model, *dynamic)
+        with _plain_output(model):
+            exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         module = exported.module(check_guards=False)
         out_spec = exported.call_spec.out_spec
 
@@ -150,6 +182,21 @@ def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
     yield attempt
 
 
+@contextmanager
+def _plain_output(model: nn.Module) -> Iterator[None]:
+    """Have None stand for whatever a graph cannot return, such as a cache of keys and values that is for inference."""
+    plain = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str)
+
+    def keep_plain(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, plain) else None, output)
+
+    hook = model.register_forward_hook(keep_plain)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def _varying(leaf: Any, *others: Any) -> Any:
     """Let the first dimension vary, as the last microbatch may be smaller, and those that differ between batches."""
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
@@ -166,12 +213,21 @@ def _check_sizes(leaves: Sequence[Any], placeholders: Sequence[fx.Node]) -> None
             continue
         sizes = list(getattr(node.meta.get("val"), "shape", leaf.shape))
         for dimension in range(1, leaf.dim()):
-            if isinstance(sizes[dimension], int) and sizes[dimension] != leaf.shape[dimension]:
+            fixed = _number(sizes[dimension])
+            if fixed is not None and fixed != leaf.shape[dimension]:
                 raise JobError(
                     f"model input {node.name} has shape {list(leaf.shape)}, but dimension {dimension} was "
-                    f"{sizes[dimension]} in all batches that the model was captured with; pad it to that, "
+                    f"{fixed} in all batches that the model was captured with; pad it to that, "
                     "or let the first or last samples of the data differ in it"
                 )
+
+
+def _number(size: int | torch.SymInt) -> int | None:
+    """What a size is, if export took it as fixed: it may have found out late, and left a symbol that stands for it."""
+    if isinstance(size, int):
+        return size
+    found: int | None = size.node.maybe_as_int()
+    return found
 
 
 def _by_parameter(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -275,14 +331,16 @@ def _captured(
 def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Sequence[Any]) -> None:
     """The graph must compute what the model computes, for this batch, for a smaller one and for the others.
 
-    Each starts alike, also where the model changes its buffers or writes into its inputs.
+    Each starts alike, also where the model changes its buffers or writes into its inputs. Without values only shapes
+    can be compared, and nothing if the model asks for values that it can do without when it is captured.
     """
+    has_values = not any(leaf.is_meta for leaf in _tensors(inputs))
     smaller = pytree.tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() > 0 and len(x) > 1 else x, inputs)
-    for given, must_work in ((inputs, True), *((other, False) for other in (smaller, *others))):
+    for given, must_work in ((inputs, has_values), *((other, False) for other in (smaller, *others))):
         try:
             args, kwargs = call_arguments(_copied(given))
             with untouched(model), torch.no_grad():
-                expected = model(*args, **kwargs)
+                expected = _copied(model(*args, **kwargs))  # it may be a buffer, which is put back
         except Exception:
             if must_work:
                 raise
@@ -291,7 +349,8 @@ def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Seque
             flat = fx.Interpreter(fx.GraphModule(captured.root, captured.graph), graph=captured.graph).run(
                 *captured.bind(_copied(given)), enable_io_processing=False
             )
-        _compare(expected, captured.rebuild_output(flat))
+            found = _copied(captured.rebuild_output(flat))
+        _compare(expected, found)
 
 
 def _copied(inputs: Any) -> Any:
@@ -299,12 +358,20 @@ def _copied(inputs: Any) -> Any:
 
 
 def _compare(expected: Any, found: Any) -> None:
-    one, two = pytree.tree_leaves(expected), pytree.tree_leaves(found)
+    one, two = _tensors(expected), _tensors(found)
     if len(one) != len(two):
-        raise CaptureError(f"the captured graph returns {len(two)} values, the model {len(one)}")
+        raise CaptureError(f"the captured graph returns {len(two)} tensors, the model {len(one)}")
     for left, right in zip(one, two, strict=True):
-        if isinstance(left, Tensor) and not torch.allclose(left, right, rtol=1e-4, atol=1e-5, equal_nan=True):
+        if left.is_meta:
+            same = left.shape == right.shape and left.dtype == right.dtype
+        else:
+            same = torch.allclose(left, right, rtol=1e-4, atol=1e-5, equal_nan=True)
+        if not same:
             raise CaptureError("the captured graph computes something else than the model")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _first_line(error: Exception) -> str:

@@ -48,7 +48,7 @@ class Evaluator:
         inputs, _ = to_device(
             load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0), trained.device
         )
-        self.splitter = _capture(self.held_out, assembly.splitter, inputs, trained.device)
+        self.splitter = _capture(self.held_out, assembly, inputs)
         stages = place_layers(plan, assembly.splitter, self.splitter)
         edges = self.splitter.edge_values(stages)
         sources: dict[int, list[int]] = defaultdict(list)
@@ -59,6 +59,7 @@ class Evaluator:
         self.stages: dict[int, _EvaluationStage] = {}
         for index, own in trained.stages.items():
             section = self.splitter.section(stages[index])
+            section = assembly.blueprint.filled(section, trained.device, own.module.section.buffers)
             self.stages[index] = _EvaluationStage(
                 compiled(section) if job.compile else section,
                 own.weights,
@@ -96,7 +97,8 @@ class Evaluator:
             microbatches=self.plan.microbatches,
             seed=self.job.seed,
         )
-        with _eval_mode(self.job.model), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        modules = [stage.section.module for stage in self.stages.values()]
+        with _eval_mode(modules), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             for part in epoch.parts(max(1, MOST_AHEAD // self.plan.microbatches)):
                 self._meet()  # the messages of all that came before have arrived
                 self.worker.run(self._segment(part))
@@ -178,11 +180,12 @@ def _measured(job: Job, output: Any, target: Any) -> list[float]:
     return found
 
 
-def _capture(held_out: Job, training: Splitter, inputs: Any, device: torch.device) -> Splitter:
+def _capture(held_out: Job, assembly: Assembly, inputs: Any) -> Splitter:
     """The model in eval mode, by the front end that captured it for training: others divide it into other layers."""
-    others = to_device(inputs_of_other_shapes(held_out, inputs), device)
+    others = to_device(inputs_of_other_shapes(held_out, inputs), assembly.worker.device)
+    front_end = assembly.splitter.captured.front_end
     try:
-        return Splitter(capture(held_out.model, inputs, others, mode="eval", only=training.captured.front_end))
+        return Splitter(capture(assembly.blueprint.model, inputs, others, mode="eval", only=front_end))
     except CaptureError as error:
         raise CaptureError(
             f"for Job.evaluation: in eval mode {error}; make forward alike in both modes, or leave evaluation out"
@@ -221,10 +224,11 @@ def place_layers(plan: Plan, training: Splitter, evaluated: Splitter) -> list[li
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def _eval_mode(sections: Sequence[nn.Module]) -> Iterator[None]:
     """For modules that a graph calls whole; operations have their mode written into them."""
-    modes = {module: module.training for module in model.modules()}
-    model.train(False)
+    modes = {module: module.training for section in sections for module in section.modules()}
+    for module in modes:
+        module.training = False
     try:
         yield
     finally:

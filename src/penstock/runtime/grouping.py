@@ -2,7 +2,7 @@
 
 A layer is a run of consecutive operations of the same innermost module. Runs of a topological order always form an
 acyclic graph of layers, and they are what people call layers: ``features.0``, ``blocks.3.mlp.1``, the
-addition that closes a residual block.
+addition that closes a residual block. What reads and writes the same buffer is one layer, with all that is between.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from penstock.errors import CaptureError
-from penstock.runtime.inplace import read_after_write
+from penstock.runtime.inplace import read_after_write, touching_written_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,10 @@ def group_into_layers(graph: fx.Graph, root: nn.Module) -> tuple[CapturedLayer, 
             runs[-1][1].append(node)
         else:
             runs.append((scope, [node]))
+    for nodes in touching_written_buffers(graph, root):
+        holders = [index for index, (_, members) in enumerate(runs) if not set(nodes).isdisjoint(members)]
+        first, last = holders[0], holders[-1] + 1
+        runs[first:last] = [(runs[first][0], [node for _, members in runs[first:last] for node in members])]
     if not runs:
         raise CaptureError("the model does no operation on its inputs")
     layers, taken = [], {LOSS}

@@ -1,9 +1,13 @@
-"""Measures every layer of a captured model: seconds, bytes, what autograd keeps. Leaves the model untouched."""
+"""Measures every layer of a captured model: seconds, bytes, what autograd keeps. Leaves the model untouched.
+
+One layer after another, and of a model without values only the layer at hand is given them: what is held at a time is
+one layer, the values that layers to come will read, and a bundle of parameters whose update is timed.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +19,7 @@ from torch.utils import _pytree as pytree
 from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.job import Job
 from penstock.profile import LayerSeconds, Profile
+from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.capture import Captured, capture, untouched
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.optimizers import Optimizers
@@ -23,6 +28,8 @@ from penstock.runtime.split import Section, Splitter
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
+BUNDLE_BYTES = 2**25
+"""Of parameters updated together: enough that an optimizer's step is its arithmetic."""
 
 
 def profile_job(
@@ -37,17 +44,24 @@ def profile_job(
 ) -> Profile:
     """Capture a job's model and measure it on the first ``microbatch_size`` samples of its data."""
     inputs, target = load_batch(job, range(min(microbatch_size, len(job.data))), seed=0)
-    job.model.to(device)
+    blueprint = blueprint_of(job, device)
     inputs, target = to_device((inputs, target), device)
-    captured = capture(job.model, inputs, to_device(inputs_of_other_shapes(job, inputs), device))
-    with untouched(job.model):
-        job.model.train()
-        autocast = autocast_for(job.precision, device)
-        measurement = Measurement(job=job, captured=captured, clock=clock, repeats=repeats, autocast=autocast)
+    captured = capture(blueprint.model, inputs, to_device(inputs_of_other_shapes(job, inputs), device))
+    with untouched(blueprint.model):
+        blueprint.model.train()
+        measurement = Measurement(
+            job=job,
+            blueprint=blueprint,
+            captured=captured,
+            clock=clock,
+            repeats=repeats,
+            device=device,
+            autocast=autocast_for(job.precision, device),
+        )
         measurement.run(inputs, target, progress)
         per_parameter = measurement.parameter_costs()
     return Profile(
-        model=type(job.model).__name__,
+        model=type(blueprint.model).__name__,
         front_end=captured.front_end,
         batch_size=job.batch_size,
         microbatch_size=min(microbatch_size, len(job.data)),
@@ -75,35 +89,45 @@ class ParameterCosts:
     state_bytes: int = 0
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """What is to be known of a value when it is gone."""
+
+    num_bytes: int
+    differentiable: bool
+
+
+@dataclass(kw_only=True)
 class Measurement:
     job: Job
+    blueprint: Blueprint
     captured: Captured
     clock: Clock
     repeats: int
     autocast: Autocast
+    device: torch.device
     _rows: list[tuple[float, float, float, int]] = field(default_factory=list)
     _values: dict[str, Any] = field(default_factory=dict)
-    _seen_storages: set[int] = field(default_factory=set)
-    _kept: list[Tensor] = field(default_factory=list)
+    """those that a layer to come reads"""
+    _made: dict[str, _Made] = field(default_factory=dict)
+    _counted: set[int] = field(default_factory=set)
+    """memory that autograd is known to keep, of what is in use"""
 
     @cached_property
     def splitter(self) -> Splitter:
         return Splitter(self.captured)
 
-    def __post_init__(self) -> None:
-        self._seen_storages.update(p.untyped_storage().data_ptr() for p in self.job.model.parameters())
-
     def run(self, inputs: Any, target: Any, progress: Progress) -> None:
         """Every layer in turn, on the values that the layers before it made."""
         given = self.captured.bind(inputs)
-        self._seen_storages.update(
-            t.untyped_storage().data_ptr() for t in pytree.tree_leaves(given) if isinstance(t, Tensor)
-        )
+        self._counted = _memory_of(given)
+        last_reader = {node.name: max(layers) for node, layers in self.splitter.consumers.items()}
         count = len(self.captured.layers)
         for index in range(count):
-            section = self.splitter.section([index])
+            section = self.blueprint.filled(self.splitter.section([index]), self.device)
             self._rows.append(self._measure(section, given, target))
+            self._values = {name: value for name, value in self._values.items() if last_reader[name] > index}
+            self._counted &= _memory_of((given, self._values))
             progress(index + 1, count)
 
     def graph(self, per_parameter: Mapping[str, ParameterCosts]) -> LayerGraph:
@@ -122,15 +146,15 @@ class Measurement:
                 name=node.name,
                 producer=self.splitter.layer_of[node],
                 consumers=consumers,
-                num_bytes=sum(t.nbytes for t in _tensors(self._values[node.name])),
-                differentiable=any(t.requires_grad for t in _tensors(self._values[node.name])),
+                num_bytes=self._made[node.name].num_bytes,
+                differentiable=self._made[node.name].differentiable,
             )
             for node, consumers in self.splitter.consumers.items()
         )
         used = {name for layer in layers for name in layer.parameters}
         parameters = tuple(
             Parameter(name=name, num_bytes=p.nbytes, state_bytes=per_parameter[name].state_bytes)
-            for name, p in self.job.model.named_parameters()
+            for name, p in self.blueprint.model.named_parameters()
             if name in used
         )
         return LayerGraph(layers=layers, values=values, parameters=parameters)
@@ -153,13 +177,15 @@ class Measurement:
         return tuple(rows)
 
     def parameter_costs(self) -> dict[str, ParameterCosts]:
-        """Measured for all parameters together, seconds shared out by size; a frozen one costs nothing."""
-        costs = {name: ParameterCosts() for name, _ in self.job.model.named_parameters()}
-        copies = {
-            name: nn.Parameter(p.detach().clone()) for name, p in self.job.model.named_parameters() if p.requires_grad
-        }
-        if not copies:
-            return costs
+        """Measured for many parameters together, seconds shared out by size; a frozen one costs nothing."""
+        named = list(self.blueprint.model.named_parameters())
+        costs = {name: ParameterCosts() for name, _ in named}
+        for bundle in _bundles([(name, parameter) for name, parameter in named if parameter.requires_grad]):
+            costs |= self._bundle_costs(bundle)
+        return costs
+
+    def _bundle_costs(self, bundle: Sequence[tuple[str, nn.Parameter]]) -> dict[str, ParameterCosts]:
+        copies = {name: self.blueprint.copy_of(parameter, self.device) for name, parameter in bundle}
         optimizers = Optimizers(self.job.optimizer, None, list(copies.items()))
         for parameter in copies.values():
             parameter.grad = torch.randn_like(parameter)  # zeros take another time: fewer and slower numbers
@@ -168,6 +194,7 @@ class Measurement:
         targets = [torch.empty_like(source) for source in sources]
         copy_s = self._median(lambda: torch._foreach_copy_(targets, sources))
         total = sum(source.nbytes for source in sources)
+        costs = {}
         for name, p in copies.items():
             state = sum(t.nbytes for t in _tensors(list(optimizers.state_of(p).values())))
             share = p.nbytes / total
@@ -187,16 +214,22 @@ class Measurement:
                     return sent, None
                 return sent, self.job.loss(self.captured.rebuild_output(output), target)
 
-        saved = _SavedBytes(self._seen_storages, self._kept)
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        saved = _SavedBytes(self._counted, _memory_of(leaves))
+        with torch.autograd.graph.saved_tensors_hooks(saved.count, lambda nothing: nothing):  # there is no backward
             outputs = forward()
-        self._values.update(zip(section.sends, outputs[0], strict=True))
+        self._counted |= saved.seen
+        for name, value in zip(section.sends, outputs[0], strict=True):
+            self._values[name] = pytree.tree_map(_as_leaf, value)
+            num_bytes = sum(t.nbytes for t in _tensors(value))
+            self._made[name] = _Made(num_bytes=num_bytes, differentiable=any(t.requires_grad for t in _tensors(value)))
+        num_saved = saved.num_bytes
+        del outputs, saved  # what was kept is only in the way of the timings
         forward_s = self._median(forward)
         weights = [leaf for leaf in leaves.values() if leaf.requires_grad]
         ins = [t for t in _tensors(received) if t.requires_grad]
         backward_s = self._backward_s(forward, ins + weights)
         input_s = self._backward_s(forward, ins) if weights else backward_s
-        return forward_s, min(input_s, backward_s), max(0.0, backward_s - input_s), saved.num_bytes
+        return forward_s, min(input_s, backward_s), max(0.0, backward_s - input_s), num_saved
 
     def _backward_s(self, forward: Callable[[], Any], wanted: list[Tensor]) -> float:
         """Seconds of the backward to ``wanted``; each repeat on a graph of its own, as in training."""
@@ -232,16 +265,33 @@ class Measurement:
 class _SavedBytes:
     """Counts what autograd keeps, each piece of memory once, at the first layer that keeps it."""
 
-    def __init__(self, seen: set[int], kept: list[Tensor]) -> None:
-        self.seen, self.kept, self.num_bytes = seen, kept, 0
+    def __init__(self, counted: set[int], parameters: set[int]) -> None:
+        self.seen = counted | parameters
+        self.num_bytes = 0
+        self._kept: list[Tensor] = []
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def count(self, tensor: Tensor) -> None:
+        """In place of keeping it in the graph, which would keep an operation's own result, and so itself, for ever."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.seen:
             self.seen.add(storage.data_ptr())
-            self.kept.append(tensor.detach())  # else its address could be given to another tensor and go uncounted
+            self._kept.append(tensor.detach())  # else its address could be given to another tensor and go uncounted
             self.num_bytes += storage.nbytes()
-        return tensor
+
+
+def _bundles(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bundle: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in named:
+        if bundle and sum(p.nbytes for _, p in bundle) + parameter.nbytes > BUNDLE_BYTES:
+            yield bundle
+            bundle = []
+        bundle.append((name, parameter))
+    if bundle:
+        yield bundle
+
+
+def _memory_of(tree: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(tree)}
 
 
 def _tensors(tree: Any) -> list[Tensor]:

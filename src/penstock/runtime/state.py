@@ -100,13 +100,16 @@ def state_of(assembly: Assembly) -> WorkerState:
         mine = (name for name in stage.section.parameters if owners[name][0] == worker.rank)
         gives[index] = frozenset((*mine, *buffers)) - given
         given |= gives[index]
-    model = assembly.job.model.state_dict(keep_vars=True)
-    names = state_dict_names(assembly.job.model)
+    blueprint = assembly.blueprint
+    model = blueprint.model.state_dict(keep_vars=True)
+    names = state_dict_names(blueprint.model)
     unused: dict[str, Tensor] = {}
     if worker.rank == 0:
         whole = assembly.splitter.section(range(len(assembly.splitter.captured.layers)))
         used = {*whole.parameters, *whole.buffers}
-        unused = {name: model[name].detach() for name in names.values() if name not in used}
+        unused = {
+            name: blueprint.value_of(model[name], worker.device).detach() for name in names.values() if name not in used
+        }
     return WorkerState(stages=stages, gives=gives, unused=unused, names=names)
 
 

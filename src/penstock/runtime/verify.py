@@ -20,10 +20,12 @@ from penstock.graph import Parameter
 from penstock.job import Job, Precision
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
+from penstock.runtime.blueprint import blueprint_of
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
 from penstock.runtime.links import make_links, talking_pairs
 from penstock.runtime.precision import autocast_for
+from penstock.runtime.recording import CPU
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import worker_process
 from penstock.runtime.worker import Segment
@@ -54,7 +56,7 @@ class Verification:
 
 def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> None:
     """Run one minibatch without updating any weight; leave gradients and losses in ``directory``."""
-    switch_dropout_off(job.model)
+    job = without_dropout(job)
     with worker_process(plan, timeout_s) as device:
         links = make_links(sync_groups(plan), talking_pairs(plan), device=device, timeout_s=timeout_s)
         assembly = assemble(
@@ -88,10 +90,9 @@ def verification_epoch(job: Job, plan: Plan) -> Epoch:
 
 def compare(job: Job, plan: Plan, directory: Path) -> Verification:
     """The reference: the same microbatches one after another through the whole model, in this process."""
-    switch_dropout_off(job.model)
     epoch = verification_epoch(job, plan)
     together = len(plan.pipeline.workers[0]) if job.sync_batch_norm else 1
-    expected_loss, expected = reference_gradients(job, epoch, together)
+    expected_loss, expected = reference_gradients(without_dropout(job), epoch, together)
     losses: dict[int, float] = {}
     compared, worst, worst_name = 0, 0.0, ""
     # A gradient that is zero but for rounding (a bias before batch norm) has no size of its own to compare with.
@@ -123,20 +124,21 @@ def compare(job: Job, plan: Plan, directory: Path) -> Verification:
 
 def reference_gradients(job: Job, epoch: Epoch, together: int = 1) -> tuple[float, dict[str, Tensor]]:
     """The mean loss and the gradients, with so many microbatches at a time."""
-    job.model.train()
-    job.model.zero_grad()
+    model = blueprint_of(job, CPU).whole(CPU)
+    model.train()
+    model.zero_grad()
     total, mean_loss = sum(epoch.samples), 0.0
-    autocast = autocast_for(job.precision, torch.device("cpu"))
+    autocast = autocast_for(job.precision, CPU)
     for first in range(0, len(epoch.samples), together):
         members = range(first, first + together)
         samples = sum(epoch.samples[m] for m in members)
         inputs, target = _joined([load_microbatch(job, epoch, m) for m in members])
         args, kwargs = call_arguments(inputs)
         with autocast():
-            loss = job.loss(job.model(*args, **kwargs), target)
+            loss = job.loss(model(*args, **kwargs), target)
         torch.autograd.backward(loss * (samples / total))
         mean_loss += float(loss.detach()) * samples / total
-    gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return mean_loss, gradients
 
 
@@ -146,13 +148,21 @@ def _joined(batches: list[Any]) -> Any:
     return pytree.tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *batches)
 
 
-def switch_dropout_off(model: nn.Module) -> None:
+def without_dropout(job: Job) -> Job:
     """Random masks differ from process to process; without them the two computations are the same function."""
+    given = job.model
+    if isinstance(given, nn.Module):
+        return replace(job, model=_switch_dropout_off(given))
+    return replace(job, model=lambda: _switch_dropout_off(given()))
+
+
+def _switch_dropout_off(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             module.dropout = 0.0
+    return model
 
 
 def _without_steps(plan: Plan, epoch: Epoch) -> Schedule:

@@ -1,0 +1,219 @@
+"""Building a model without memory, and giving any part of it the values that it was built to have.
+
+A function that builds a model is run with all tensors on the meta device, where they have shapes and no values, and
+every operation on them is written down. To get the initial value of a parameter or buffer, the operations that led to
+it are done again on real memory, and no others:
+
+    recorded   w = empty(9, 9)   b = empty(9)   uniform_(w)   uniform_(b)   mul_(w, 0.5)
+    w is made  w = empty(9, 9)                  uniform_(w)                 mul_(w, 0.5)
+
+Whatever a constructor does is done, and nothing need be said twice. An operation that draws random numbers has a seed
+of its own, so a value is the same whoever asks for it, and with whatever others: it does not depend on the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+T = TypeVar("T")
+META, CPU = torch.device("meta"), torch.device("cpu")
+_FACTORIES, _FROM_NUMBERS = _device_constructors(), {torch.tensor, torch.as_tensor, torch.asarray}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor without values lay, at one moment: ``x.data = y`` moves it later."""
+
+    storage: torch.UntypedStorage
+    """kept, so that its address is never another's"""
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        offset = int(tensor.storage_offset())
+        return cls(tensor.untyped_storage(), offset, tensor.size(), tensor.stride(), tensor.dtype)
+
+    @property
+    def memory(self) -> int:
+        return int(self.storage._cdata)
+
+    def inside(self, storage: torch.UntypedStorage) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class _Operation:
+    function: torch._ops.OpOverload
+    arguments: tuple[Any, ...]
+    """with places for tensors, and the values of those that Python gave"""
+    keywords: dict[str, Any]
+    made: tuple[_Place, ...]
+
+    @property
+    def reads(self) -> set[int]:
+        return {place.memory for place in _places((self.arguments, self.keywords))}
+
+    @property
+    def writes(self) -> set[int]:
+        found = {place.memory for place in self.made}
+        for position, argument in enumerate(self.function._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = self.arguments[position] if position < len(self.arguments) else self.keywords[argument.name]
+                found |= {place.memory for place in _places(given)}
+        return found
+
+
+@dataclass(frozen=True)
+class Recording:
+    """How the tensors of a model came about."""
+
+    seed: int
+    _operations: list[_Operation] = field(default_factory=list)
+    _writers: dict[int, list[int]] = field(default_factory=dict)
+    """memory -> the operations that made it or wrote to it"""
+
+    def add(self, operation: _Operation) -> None:
+        for memory in operation.writes:
+            self._writers.setdefault(memory, []).append(len(self._operations))
+        self._operations.append(operation)
+
+    def value(self, wanted: Tensor) -> Tensor:
+        """The initial value of a tensor without one, on the CPU."""
+        place = _Place.of(wanted)
+        found: dict[int, torch.UntypedStorage] = {}
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=()):
+            for number in sorted(self._behind(place.memory)):
+                self._repeat(number, found)
+            return place.inside(found[place.memory])
+
+    def _behind(self, wanted: int) -> set[int]:
+        """The operations that the contents of a memory depend on: all that write to it, or to what those read."""
+        numbers: set[int] = set()
+        stack, seen = [wanted], {wanted}
+        while stack:
+            writers = self._writers.get(stack.pop(), ())
+            numbers.update(writers)
+            read = {memory for number in writers for memory in self._operations[number].reads} - seen
+            seen |= read
+            stack.extend(read)
+        return numbers
+
+    def _repeat(self, number: int, found: dict[int, torch.UntypedStorage]) -> None:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, _Place):
+                return leaf.inside(found[leaf.memory])
+            return CPU if isinstance(leaf, torch.device) else leaf
+
+        operation = self._operations[number]
+        if torch.Tag.nondeterministic_seeded in operation.function.tags:
+            torch.manual_seed(hash((self.seed, number)) % 2**63)  # of integers only: the same in every process
+        arguments, keywords = pytree.tree_map(real, (operation.arguments, operation.keywords))
+        made = operation.function(*arguments, **keywords)
+        for place, result in zip(operation.made, _tensors(made), strict=True):
+            found.setdefault(place.memory, result.untyped_storage())
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets every operation that makes a tensor make one without memory, and writes down how."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = recording
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._record(func, args, dict(kwargs or {}))
+
+    def _record(self, func: torch._ops.OpOverload, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        given = _tensors((args, keywords))
+        if given and not any(tensor.is_meta for tensor in given) and keywords.get("device") != META:
+            return func(*args, **keywords)  # numbers that Python gave
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return func(self.recording.value(given[0]))
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            keywords["device"] = META
+        if "generator" in keywords:
+            keywords["generator"] = None  # every operation has its own seed
+        arguments, named = pytree.tree_map(_noted, (args, keywords))
+        made = func(*pytree.tree_map(_without_value, args), **pytree.tree_map(_without_value, keywords))
+        self.recording.add(_Operation(func, arguments, named, tuple(map(_Place.of, _tensors(made)))))
+        return made
+
+
+class _Ordinary(TorchFunctionMode):
+    """Has tensors without values seem ordinary ones: torch.nn.init, for one, leaves out what it would do on meta."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False
+        if func == Tensor.device.__get__:
+            return CPU
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and args[0].is_meta:
+            return func(self.recording.value(args[0]), *args[1:], **kwargs or {})
+        return func(*args, **kwargs or {})
+
+
+def record(build: Callable[[], T], seed: int) -> tuple[T, Recording]:
+    """What ``build`` makes, without values, and how to give it them. Tensors that it has from Python's numbers are real
+    until it moves them to the meta device."""
+    recording = Recording(seed)
+    with _Recorder(recording), _Ordinary(recording):
+        made = build()
+    return made, recording
+
+
+class WithoutValues(TorchFunctionMode):
+    """Runs code written for another device on the meta device: what it makes without saying where is made there.
+
+    What it makes from numbers of Python's has them on the CPU first, else nobody would know them.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if func not in _FACTORIES or keywords.get("device") not in (None, META, str(META)):
+            return func(*args, **keywords)
+        if func in _FROM_NUMBERS:
+            return func(*args, **keywords | {"device": CPU}).to(META)
+        return func(*args, **keywords | {"device": META})
+
+
+def _noted(leaf: Any) -> Any:
+    """What an operation was given, as it is now."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _Place.of(leaf) if leaf.is_meta else leaf.detach().clone()
+
+
+def _without_value(leaf: Any) -> Any:
+    return leaf.to(META) if isinstance(leaf, Tensor) else leaf
+
+
+def _places(tree: Any) -> list[_Place]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, _Place)]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
