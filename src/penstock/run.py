@@ -14,6 +14,21 @@ from penstock.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
+class EdgeError:
+    """What compression lost on the way between two stages: ||sent - arrived|| / ||sent||, a mean over the messages
+    looked at; None where that was not a number."""
+
+    source: int
+    target: int
+    sends: str
+    direction: str
+    """forward (values) or backward (their gradients)"""
+    error: float | None
+    looked_at: int
+    """messages: the first that each worker sent, and of the others one in a hundred"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     samples: int
     """trained on, all epochs together"""
@@ -25,6 +40,8 @@ class Result:
     """the newest, relative to the run"""
     device_kinds: Mapping[str, str]
     """worker number -> what it ran on"""
+    compression: tuple[EdgeError, ...] = ()
+    """of each edge whose values travelled compressed, what that lost"""
 
     FORMAT: ClassVar[str] = "penstock.result/1"
 

@@ -43,7 +43,6 @@ __all__ = [
 ]
 
 REPEATS = 10
-TOLERANCE = 1e-4
 LAUNCHED = "PENSTOCK_LAUNCHED"
 """Set in workers that this command line started: it shows their errors itself."""
 
@@ -107,7 +106,7 @@ def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
         os.environ["PENSTOCK_VERIFY"] = directory
         arguments = ["verify", str(job_file), str(plan_file), "--timeout", str(timeout_s)]
         _launch(arguments, len(plan.devices), plan.profile.threads)
-        return compare(job, plan, Path(directory), TOLERANCE)
+        return compare(job, plan, Path(directory))
 
 
 def verify_here(job_file: Path, plan_file: Path, timeout_s: float) -> None:

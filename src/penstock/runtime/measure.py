@@ -120,6 +120,7 @@ class Measurement:
                 consumers=consumers,
                 num_bytes=sum(t.nbytes for t in _tensors(self._values[node.name])),
                 differentiable=any(t.requires_grad for t in _tensors(self._values[node.name])),
+                dtype=", ".join(sorted({str(t.dtype).partition(".")[2] for t in _tensors(self._values[node.name])})),
             )
             for node, consumers in self.splitter.consumers.items()
         )

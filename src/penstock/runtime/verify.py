@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from penstock.compression import COMPRESSIONS
 from penstock.errors import WorkerError
 from penstock.graph import Parameter
 from penstock.job import Job
@@ -39,6 +40,9 @@ class Verification:
     """of any gradient element, beside the largest element of that gradient (or a hundredth of the largest of all)"""
     worst_parameter: str
     tolerance: float
+    """what the plan's compression allows; docs/plans.md"""
+    compression: str
+    """the coarsest way in which values travelled between workers"""
 
     @property
     def passed(self) -> bool:
@@ -76,7 +80,7 @@ def verification_epoch(job: Job, plan: Plan) -> Epoch:
     return Epoch(num_samples=num_samples, batch_size=batch_size, microbatches=count, seed=job.seed)
 
 
-def compare(job: Job, plan: Plan, directory: Path, tolerance: float) -> Verification:
+def compare(job: Job, plan: Plan, directory: Path) -> Verification:
     """The reference: the same microbatches one after another through the whole model, in this process."""
     switch_dropout_off(job.model)
     epoch = verification_epoch(job, plan)
@@ -105,7 +109,8 @@ def compare(job: Job, plan: Plan, directory: Path, tolerance: float) -> Verifica
         gradients=compared,
         largest_difference=worst,
         worst_parameter=worst_name,
-        tolerance=tolerance,
+        tolerance=COMPRESSIONS[plan.compression].tolerance,
+        compression=plan.compression,
     )
 
 
