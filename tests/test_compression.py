@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import chain_profile, flat_cluster, law, plan_of, profiles, slow_law
-from in_threads import CPU, even_plan, looped_plan, profile_of, run_in_threads, train
+from in_threads import CPU, even_plan, looped_plan, profile_of, run_in_threads
 from models import make_job
-from penstock import codec
+from penstock import Job, codec
 from penstock.cluster import Cluster, Level
 from penstock.compression import BLOCK, COMPRESSIONS
 from penstock.cost import PlanCosts, sent_bytes
 from penstock.errors import PlanError
 from penstock.graph import Value
 from penstock.plan import Plan, Stage
-from penstock.planner import make_plan
+from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
 from penstock.runtime.compress import LOOKED_AT_EVERY, ErrorMeter, decode, encode, layout_sent, relative_error
 from penstock.runtime.mailbox import Mailbox
@@ -37,8 +37,7 @@ from penstock.simulate import simulate
 from test_worker import single_process
 
 ROUNDED = ("bf16", "int8")
-LARGEST = 3e38
-numbers = st.floats(-LARGEST, LARGEST, width=32)
+numbers = st.floats(-(2.0**127), 2.0**127, width=32)
 shapes = st.lists(st.integers(0, 40), max_size=3)
 
 
@@ -202,13 +201,13 @@ def test_training_with_compressed_edges_stays_close_to_exact(
     plan = sending(even_plan(profile_of(name), (1, 2, 1), schedule, microbatches), sends)
     assemblies = run_in_threads(plan, lambda: make_job(name))
     expected = single_process(make_job(name), plan)
-    start = dict(make_job(name).model.named_parameters())
+    start = make_job(name).model.state_dict()
     moved, off = 0.0, 0.0
     for assembly in assemblies:
         for stage in assembly.worker.stages.values():
             for key, found in stage.module.section.parameters.items():
-                moved += float((expected[key] - start[key].detach()).square().sum())
-                off += float((found.detach() - expected[key]).square().sum())
+                moved += float((expected[key] - start[key]).detach().square().sum())
+                off += float((found - expected[key]).detach().square().sum())
     assert 0 < math.sqrt(off) < 0.05 * math.sqrt(moved)
 
 
@@ -253,20 +252,19 @@ def test_stages_of_one_worker_hand_over_exactly() -> None:
     assert all(map(torch.equal, *weights))
 
 
-@pytest.mark.parametrize("sends", ["exact", *ROUNDED])
-@pytest.mark.parametrize("name", ["conv", "transformer", "tied", "recurrent"])
-def test_verification_finds_gradients_within_what_the_compression_allows(
-    tmp_path: Path, name: str, sends: str
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "sends"), [("noisy", "exact"), ("noisy", "bf16"), ("noisy", "int8"), ("transformer", "int8")]
+)
+def test_verification_finds_gradients_within_what_the_compression_allows(tmp_path: Path, name: str, sends: str) -> None:
     plan = sending(even_plan(profile_of(name), (1, 1, 1), "1f1b", 2), sends)
 
-    def work(assembly: object) -> None:
-        switch_dropout_off(assembly.job.model)  # type: ignore[attr-defined]
-        save_gradients(assembly, tmp_path)  # type: ignore[arg-type]
+    def make() -> Job:
+        job = make_job(name)
+        switch_dropout_off(job.model)
+        return job
 
-    run_in_threads(plan, lambda: make_job(name), work=work)
+    run_in_threads(plan, make, work=lambda assembly: save_gradients(assembly, tmp_path))
     found = compare(make_job(name), plan, tmp_path)
-    print(name, sends, found.largest_difference, found.loss_difference)
     assert found.passed
     assert (found.compression, found.tolerance) == (sends, COMPRESSIONS[sends].tolerance)
     assert (found.largest_difference > 1e-4) == (sends != "exact")
@@ -278,7 +276,7 @@ def test_verification_finds_gradients_within_what_the_compression_allows(
 def test_the_relative_error_is_that_of_all_that_was_rounded() -> None:
     tensors = [torch.tensor([1.0, 0.003]), torch.tensor([7]), None, torch.tensor([100.2])]
     error = relative_error(tensors, encode(tensors, "int8"), "int8")
-    assert error == pytest.approx((1 / 127 - 0.003 if 0.003 * 127 >= 0.5 else 0.003) / math.hypot(1, 0.003, 100.2), rel=1e-2)
+    assert error == pytest.approx(0.003 / math.hypot(1, 0.003, 100.2), rel=1e-2)  # less than half a step of 1 / 127
     assert relative_error(tensors, encode(tensors, "exact"), "exact") == 0.0
     assert relative_error([torch.zeros(3)], encode([torch.zeros(3)], "int8"), "int8") == 0.0
     broken = [torch.tensor([math.nan])]
@@ -366,21 +364,22 @@ def test_the_mildest_compression_that_keeps_the_pace_is_taken() -> None:
         assert plan.prediction.seconds_per_minibatch == pytest.approx(6.0, rel=0.02)
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "1f1b", "interleaved"])
-def test_every_schedule_may_be_compressed(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "bytes_per_s"), [("pipedream", 700.0), ("1f1b", 700.0), ("interleaved", 2500.0)])
+def test_every_schedule_may_be_compressed(schedule: str, bytes_per_s: float) -> None:
     profile = chain_profile([1.0] * 4, value_bytes=10_000, parameter_bytes=10**8)
-    exact = make_plan(profile, narrow(2500.0), schedule=schedule)
-    plan = make_plan(profile, narrow(2500.0), schedule=schedule, compress="int8")
+    exact = make_plan(profile, narrow(bytes_per_s), schedule=schedule)
+    plan = make_plan(profile, narrow(bytes_per_s), schedule=schedule, compress="int8")
     assert "int8" in {stage.sends for stage in plan.stages}
     assert plan.prediction.seconds_per_minibatch < exact.prediction.seconds_per_minibatch
 
 
-def test_an_inference_plan_may_be_compressed() -> None:
-    profile = chain_profile([1.0] * 4, batch_size=1, value_bytes=8000)
-    exact = make_plan(profile, narrow(700.0), schedule="inference", samples_per_s=0.3)
-    plan = make_plan(profile, narrow(2000.0), schedule="inference", samples_per_s=0.5, compress="bf16")
-    assert plan.compression == "bf16" or plan.compression == "exact"
-    assert exact.compression == "exact"
+def test_compression_may_keep_an_inference_plan_to_its_rate() -> None:
+    """Two stages of two layers serve 0.5 samples/s, if 8000 bytes pass in two seconds."""
+    profile, hints = chain_profile([1.0] * 4, batch_size=1, value_bytes=8000), Hints(straight=True)
+    with pytest.raises(PlanError, match=r"cannot serve 0\.5 samples/s|keeps to the hints"):
+        make_plan(profile, narrow(2100.0), schedule="inference", samples_per_s=0.5, hints=hints)
+    plan = make_plan(profile, narrow(2100.0), schedule="inference", samples_per_s=0.5, hints=hints, compress="bf16")
+    assert plan.compression == "bf16"
 
 
 @slow_law

@@ -16,14 +16,19 @@ class Compression:
     share: float
     """of the bytes that is left"""
     tolerance: float
-    """how far a gradient may be from that of one process, beside its largest element, before something is wrong"""
+    """how far a gradient may be from that of one process, beside its largest element, before something is wrong: with
+    int8, one unit that a rounding switches on or off changes the gradient of a small layer by a third"""
+    loss_tolerance: float
+    """of the loss, relative"""
+    noise: float
+    """a gradient below this share of the largest of all may be nothing but rounding (a bias before batch norm)"""
 
 
 # Mildest first.
 COMPRESSIONS: Mapping[str, Compression] = {
-    "exact": Compression(share=1.0, tolerance=1e-4),
-    "bf16": Compression(share=1 / 2, tolerance=0.05),
-    "int8": Compression(share=1 / 4 + 1 / BLOCK, tolerance=0.1),
+    "exact": Compression(share=1.0, tolerance=1e-4, loss_tolerance=1e-4, noise=0.01),
+    "bf16": Compression(share=1 / 2, tolerance=0.05, loss_tolerance=0.01, noise=0.1),
+    "int8": Compression(share=1 / 4 + 1 / BLOCK, tolerance=0.5, loss_tolerance=0.05, noise=0.1),
 }
 
 

@@ -248,6 +248,7 @@ def verification_answer(found: Any) -> dict[str, Any]:
         "largest_difference",
         "worst_parameter",
         "tolerance",
+        "loss_tolerance",
         "compression",
         "passed",
     )
@@ -261,9 +262,8 @@ def verification_table(found: Any) -> Table:
     table.add_row("compared", f"{found.gradients} gradients over {found.microbatches} microbatches")
     table.add_row("largest difference", f"{found.largest_difference:.2e} (relative), in {found.worst_parameter}")
     table.add_row("loss", f"{found.loss:.6f}, difference {found.loss_difference:.2e} (relative)")
-    table.add_row(
-        "tolerance", f"{found.tolerance:.0e}" + ("" if exact else f", for what travels in {found.compression}")
-    )
+    tolerance = f"{found.tolerance:g}, of the loss {found.loss_tolerance:g}"
+    table.add_row("tolerance", tolerance if exact else f"{tolerance}: what travels in {found.compression} is rounded")
     return table
 
 

@@ -313,12 +313,12 @@ class Request:
 
     def _mildest(self, scored: Scored) -> Scored:
         """Each stage sends as exactly as it may at no cost in time: what is rounded for nothing stays as it is."""
-        limit_s, plan = scored[0] * CLOSE_ENOUGH, scored[1]
-        seconds = scored[0]
+        seconds, plan = scored
+        limit_s = seconds * CLOSE_ENOUGH
         for index, stage in enumerate(plan.stages):
             for how in up_to(stage.sends)[:-1]:
                 stages = (*plan.stages[:index], replace(stage, sends=how), *plan.stages[index + 1 :])
-                milder_s, milder = self._simulated(replace(plan, stages=stages))
+                milder_s, milder = self._deepened(replace(plan, stages=stages))
                 if milder_s <= limit_s and self.allowed(milder):
                     seconds, plan = milder_s, milder
                     break
