@@ -278,7 +278,7 @@ def test_browser_draws_the_page_and_finds_actions(tmp_path: Path) -> None:
     _, data = report(tmp_path / "report.html", plan, simulated, compression=errors)
     assert data["compression"][0]["error"] == 0.00321
     seen = in_browser(tmp_path / "report.html", width=1280)
-    assert seen["lost"] == ["values", "int8", "0.00321", "3", "gradients", "int8", "–", "3"]
+    assert seen["lost"] == ["values", "int8", "0.00321", "3", "gradients", "int8", "\u2013", "3"]
     first = simulated.events[0]
     assert seen["first"] == (
         f"forward of microbatch 0 at stage 0, {(first.end_s - first.start_s) * 1e3:.1f} ms, starts at 0 s"
