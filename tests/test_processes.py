@@ -101,13 +101,14 @@ def test_train_leaves_trace_result_checkpoint_and_report(tmp_path: Path) -> None
 def test_a_compressed_plan_is_verified_by_its_own_tolerance_and_a_run_says_what_was_lost(tmp_path: Path) -> None:
     job = write_job(tmp_path, "conv", epochs=1)
     plan = even_plan(profile_of("conv"), (1, 1), "pipedream")
-    plan = replace(plan, stages=(replace(plan.stages[0], sends="int8"), plan.stages[1]))
-    codec.save(plan, tmp_path / "plan.json")
-    verified = penstock("verify", job, tmp_path / "plan.json")
-    assert "gradients are the same but for int8 rounding" in verified.stdout
-    assert "0.5, of the loss 0.05: what travels in int8 is rounded" in verified.stdout
+    for sends in ("bf16", "int8"):
+        stages = (replace(plan.stages[0], sends=sends), plan.stages[1])
+        codec.save(replace(plan, stages=stages), tmp_path / f"{sends}.json")
+    verified = penstock("verify", job, tmp_path / "bf16.json")
+    assert "gradients are the same but for bf16 rounding" in verified.stdout
+    assert "0.05, of the loss 0.01: what travels in bf16 is rounded" in verified.stdout
     run = RunDirectory(tmp_path / "run")
-    shown = penstock("train", job, tmp_path / "plan.json", "--run-dir", run.path)
+    shown = penstock("train", job, tmp_path / "int8.json", "--run-dir", run.path)
     errors = run.load()[2].compression
     assert [(each.source, each.target, each.sends, each.direction) for each in errors] == [
         (0, 1, "int8", "forward"),
