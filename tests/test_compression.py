@@ -384,7 +384,7 @@ def test_compression_may_keep_an_inference_plan_to_its_rate() -> None:
 
 @slow_law
 @given(profiles(max_layers=5), st.sampled_from(ROUNDED), st.sampled_from(["pipedream", "1f1b"]), st.floats(1e4, 1e9))
-def test_a_compressed_plan_is_faster_by_a_hundredth_and_every_edge_needs_it(
+def test_a_compressed_plan_is_faster_by_a_hundredth_than_the_best_without(
     profile: Profile, sends: str, schedule: str, bytes_per_s: float
 ) -> None:
     cluster = Cluster(
