@@ -117,6 +117,7 @@ def run_in_threads(
     prepare: Callable[[Assembly], None] = lambda assembly: None,
     work: Callable[[Assembly], None] | None = None,
     timeout_s: float = 30.0,
+    transport: Callable[[int, LocalExchange], LocalTransport] = LocalTransport,
 ) -> list[Assembly]:
     """Every worker assembled from a job of its own and run for all epochs; raises the first error of any.
 
@@ -127,7 +128,7 @@ def run_in_threads(
         assemble(
             make(),
             plan,
-            transport=LocalTransport(rank, exchange),
+            transport=transport(rank, exchange),
             clock=time.perf_counter,
             device=CPU,
             timeout_s=timeout_s,

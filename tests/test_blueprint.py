@@ -201,7 +201,9 @@ def test_profile_plan_verify_train_and_resume_take_a_function(tmp_path: Path) ->
     codec.save(even_plan(codec.load(Profile, profiled), (1, 1, 1), "1f1b"), other)
     assert json.loads(penstock("verify", job, other, "--json").stdout)["passed"]
     through, resumed = RunDirectory(tmp_path / "through"), RunDirectory(tmp_path / "resumed")
-    penstock("train", job, planned, "--run-dir", through.path)
+    made = built("tied")
+    half = -(-len(made.data) // made.batch_size)
+    penstock("train", job, planned, "--run-dir", through.path, "--checkpoint-every", half)
     middle = min(through.checkpoints.iterdir())
     penstock("train", job, other, "--run-dir", resumed.path, "--resume", middle)
     found, expected = resumed.load()[2].losses, through.load()[2].losses

@@ -30,7 +30,7 @@ OPTIONS = {
     "plan": [
         *("PROFILE", "--cluster", "--schedule", "--microbatches", "--samples-per-s"),
         *("--straight", "--replicas", "--most-stages", "--pin", "--no-cut", "--recompute"),
-        *("--cost", "--output", "--json"),
+        *("--compress", "--cost", "--output", "--json"),
     ],
     "import": ["FILE", "--output", "--json"],
     "export": ["SOURCE", "--format", "--output"],
@@ -106,7 +106,7 @@ def test_plan_answers_with_stable_keys(tmp_path: Path) -> None:
         "latency_s", "speedup_over_data_parallel", "bottleneck", "stages",
     }  # fmt: skip
     assert set(answer["stages"][0]) == {
-        "layers", "first_layer", "last_layer", "devices", "shares", "recompute", "in_flight",
+        "layers", "first_layer", "last_layer", "devices", "shares", "recompute", "sends", "in_flight",
         "forward_s", "backward_s", "update_s",
         "microbatch_s", "input_bytes", "output_bytes", "parameter_bytes", "memory_bytes", "memory_share",
     }  # fmt: skip
@@ -191,6 +191,17 @@ def test_a_profile_without_any_time_can_be_planned_and_shown(tmp_path: Path) -> 
     assert "no time at all" in result.output
 
 
+def test_what_is_sent_compressed_is_asked_for_and_shown(tmp_path: Path) -> None:
+    profile, output = tmp_path / "profile.json", tmp_path / "plan.json"
+    codec.save(chain_profile([1.0] * 4, batch_size=1, value_bytes=8000, parameter_bytes=10**8), profile)
+    asked = ("plan", str(profile), "--cluster", "2@350B/s", "--output", str(output))
+    assert cells(invoke(*asked, "--compress", "int8").output)[0][-2] == "2.03 KB int8"
+    assert [stage.sends for stage in codec.load(Plan, output).stages] == ["int8", "exact"]
+    assert "sends 2.03 KB per microbatch to stage 1 in int8" in svg_file(codec.load(Plan, output))
+    plain = json.loads(invoke(*asked, "--json").stdout)
+    assert {stage["sends"] for stage in plain["stages"]} == {"exact"}
+
+
 @pytest.mark.parametrize("cost", COSTS)
 def test_plans_by_the_objectives_of_other_systems_can_be_made_and_shown(cost: str, tmp_path: Path) -> None:
     servers, output = tmp_path / "servers.txt", tmp_path / "plan.json"
@@ -235,6 +246,14 @@ WRONG = {
     "a cluster that is none": (["plan", "profile.json", "--cluster", "x"], "neither a file nor a known form"),
     "a bandwidth without a unit": (["plan", "profile.json", "--cluster", "4@12"], "a rate such as 1.25GB/s"),
     "no such run": (["report", "nowhere"], "no such run directory"),
+    "an unknown compression": (
+        ["plan", "profile.json", "--cluster", "local:2", "--compress", "int4"],
+        "compression 'int4' is unknown; choose one of exact, bf16, int8",
+    ),
+    "compression by another's objective": (
+        ["plan", "profile.json", "--cluster", "local:2", "--cost", "pipedream", "--compress", "int8"],
+        "no --compress",
+    ),
     "an unknown cost model": (["plan", "profile.json", "--cluster", "local:2", "--cost", "x"], "--cost x"),
     "no such benchmark": (["bench", "x"], "benchmark 'x' is unknown"),
     "a benchmark without a drawing": (["bench", "runtime", "--svg", "x.svg"], "bench runtime has no drawing"),

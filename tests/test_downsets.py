@@ -42,7 +42,7 @@ def test_all_downsets_are_found_each_once_smaller_before_larger(graph: LayerGrap
 def test_bytes_that_cross_a_cut_count_each_value_once(graph: LayerGraph) -> None:
     downsets = find_downsets(graph, {layer.id: 1.0 for layer in graph.layers})
     everything = set(graph.order)
-    for inside, num_bytes in zip(as_sets(downsets), downsets.crossing_bytes, strict=True):
+    for inside, num_bytes in zip(as_sets(downsets), downsets.crossing_bytes(), strict=True):
         assert num_bytes == sum(value.num_bytes for value in graph.crossing(inside, everything - inside))
 
 
@@ -109,4 +109,4 @@ def test_model_inputs_come_with_the_first_stage_and_cost_no_transfer() -> None:
     )
     downsets = find_downsets(LayerGraph(layers=layers, values=values), {0: 0.0, 1: 1.0, 2: 1.0})
     assert as_sets(downsets) == [frozenset(), frozenset({0, 1}), frozenset({0, 1, 2})]
-    assert downsets.crossing_bytes.tolist() == [0, 7, 0]
+    assert downsets.crossing_bytes().tolist() == [0, 7, 0]

@@ -99,6 +99,28 @@ def test_train_leaves_trace_result_checkpoint_and_report(tmp_path: Path) -> None
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step-{steps:08d}" for steps in (4, 8, 12)]
 
 
+def test_a_compressed_plan_is_verified_by_its_own_tolerance_and_a_run_says_what_was_lost(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "conv", epochs=1)
+    plan = even_plan(profile_of("conv"), (1, 1), "pipedream")
+    for sends in ("bf16", "int8"):
+        stages = (replace(plan.stages[0], sends=sends), plan.stages[1])
+        codec.save(replace(plan, stages=stages), tmp_path / f"{sends}.json")
+    verified = penstock("verify", job, tmp_path / "bf16.json")
+    assert "gradients are the same but for bf16 rounding" in verified.stdout
+    assert "0.05, of the loss 0.01: what travels in bf16 is rounded" in verified.stdout
+    run = RunDirectory(tmp_path / "run")
+    shown = penstock("train", job, tmp_path / "int8.json", "--run-dir", run.path)
+    errors = run.load()[2].compression
+    assert [(each.source, each.target, each.sends, each.direction) for each in errors] == [
+        (0, 1, "int8", "forward"),
+        (0, 1, "int8", "backward"),
+    ]
+    assert all(each.error is not None and 1e-4 < each.error < 0.02 and each.looked_at == 1 for each in errors)
+    assert "lost by compression" in shown.stdout
+    assert f"{errors[1].error:.2e}" in shown.stdout
+    assert "Lost by compression" in run.report.read_text(encoding="utf-8")
+
+
 def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path: Path) -> None:
     """Invariant 5: the same weights whether interrupted and re-planned or not."""
     job = write_job(tmp_path, "tied")

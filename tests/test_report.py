@@ -23,7 +23,7 @@ from penstock.profile import LayerSeconds, Profile
 from penstock.report import content, write_report
 from penstock.report.drawing import inline_svg
 from penstock.report.drawing import style as drawing_style
-from penstock.run import Result
+from penstock.run import EdgeError, Result
 from penstock.schedule import Action, Kind
 from penstock.simulate import simulate
 from penstock.trace import Event, Trace
@@ -82,10 +82,17 @@ def result_of(trace: Trace, losses: Sequence[float] | None = None) -> Result:
     )
 
 
-def report(path: Path, plan: Plan, simulated: Trace, losses: Sequence[float] | None = None) -> tuple[str, Any]:
+def report(
+    path: Path,
+    plan: Plan,
+    simulated: Trace,
+    losses: Sequence[float] | None = None,
+    compression: tuple[EdgeError, ...] = (),
+) -> tuple[str, Any]:
     """The written page, and the content read back from it as a browser would."""
     measured = measured_from(simulated)
-    write_report(path, plan=plan, measured=measured, simulated=simulated, result=result_of(measured, losses))
+    result = replace(result_of(measured, losses), compression=compression)
+    write_report(path, plan=plan, measured=measured, simulated=simulated, result=result)
     page = path.read_text(encoding="utf-8")
     blocks = re.findall(r'<script type="application/json" id="content">(.*?)</script>', page, re.DOTALL)
     assert len(blocks) == 1
@@ -240,6 +247,7 @@ document.body.dataset.probe = JSON.stringify({
   title: document.querySelector("h1").textContent,
   layers: document.querySelectorAll("#layers rect").length,
   drawn: document.querySelectorAll(".plan [data-layers]").length,
+  lost: [...document.querySelectorAll("#compression-card:not([hidden]) tbody td")].map((cell) => cell.textContent),
   colour: getComputedStyle(document.querySelector(".plan .bar")).fill,
 });
 </script></body>"""
@@ -263,8 +271,14 @@ def in_browser(path: Path, width: int) -> Any:
 def test_browser_draws_the_page_and_finds_actions(tmp_path: Path) -> None:
     plan = replicated(make_plan(chain(model=HOSTILE), parse_cluster("local:3")))
     simulated = simulate(plan, 30)
-    _, data = report(tmp_path / "report.html", plan, simulated)
+    errors = tuple(
+        EdgeError(source=0, target=1, sends="int8", direction=direction, error=error, looked_at=3)
+        for direction, error in (("forward", 0.00321), ("backward", None))
+    )
+    _, data = report(tmp_path / "report.html", plan, simulated, compression=errors)
+    assert data["compression"][0]["error"] == 0.00321
     seen = in_browser(tmp_path / "report.html", width=1280)
+    assert seen["lost"] == ["values", "int8", "0.00321", "3", "gradients", "int8", "\u2013", "3"]
     first = simulated.events[0]
     assert seen["first"] == (
         f"forward of microbatch 0 at stage 0, {(first.end_s - first.start_s) * 1e3:.1f} ms, starts at 0 s"
@@ -286,4 +300,5 @@ def test_browser_draws_an_empty_trace_when_narrow(tmp_path: Path, plan: Plan, si
     seen = in_browser(tmp_path / "report.html", width=500)
     assert seen["drawn"] == 12
     assert seen["first"] is None
+    assert seen["lost"] == []
     assert seen["overflow"] <= 0

@@ -49,7 +49,7 @@ def exchange_messages(transport: Transport, messages: Sequence[Message], samples
             if sends:
                 mailbox.send(action, other, messages[action.index])
             else:
-                came.append(mailbox.take(Action(other, action.kind, action.index)))
+                came.append(mailbox.take(Action(other, action.kind, action.index), action.stage))
         mailbox.finish()
     return came
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.cluster import Cluster, Level
+from penstock.compression import COMPRESSIONS
 from penstock.graph import Value
 from penstock.plan import Plan, Stage
 from penstock.profile import LayerSeconds, Profile
@@ -21,6 +22,9 @@ MOST_SHARES = 4
 WORTH_A_LONGER_ROUND = 1.01
 
 Array = np.ndarray[Any, Any]
+Sends = Mapping[int, str]
+"""How the values that a layer makes travel, where not as they are."""
+EXACT: Sends = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,11 @@ class Traffic:
 
 def message(num_bytes: Any) -> Traffic:
     return Traffic(1, num_bytes)
+
+
+def sent_bytes(value: Value, sends: str) -> float:
+    """Of a value, on its way to another worker under this compression; its gradient is as large."""
+    return value.num_bytes * (COMPRESSIONS[sends].share if value.is_float32 else 1.0)
 
 
 def ring_allreduce(num_bytes: Any, members: Any) -> Traffic:
@@ -100,17 +109,23 @@ class CostModel:
     def parameter_bytes(self, layers: Collection[int]) -> int:
         return sum(parameter.num_bytes for parameter in self.profile.graph.parameters_of(layers))
 
-    def forward_bytes(self, source: Collection[int], target: Collection[int]) -> float:
+    def forward_bytes(self, source: Collection[int], target: Collection[int], sends: Sends = EXACT) -> float:
         """What ``target`` reads from ``source``. Model inputs do not count: every stage loads its own."""
-        return self.scale * sum(value.num_bytes for value in self._crossing(source, target))
+        return self._sent_bytes(self._crossing(source, target), sends)
 
-    def backward_bytes(self, source: Collection[int], target: Collection[int]) -> float:
+    def backward_bytes(self, source: Collection[int], target: Collection[int], sends: Sends = EXACT) -> float:
         """What returns from ``target`` to ``source``: the gradients of what went forward."""
-        return self.scale * sum(value.num_bytes for value in self._crossing(source, target) if value.differentiable)
+        return self._sent_bytes([v for v in self._crossing(source, target) if v.differentiable], sends)
+
+    def _sent_bytes(self, values: Sequence[Value], sends: Sends) -> float:
+        return self.scale * sum(sent_bytes(value, sends.get(value.producer, "exact")) for value in values)
 
     def stage_memory_bytes(self, stage: Stage, schedule: Family, share: int = 1) -> float:
         """Peak bytes of a replica with such a share: weight versions, gradients, optimizer state, what is kept of the
-        microbatches in flight, and buffers for one message each way, forward and backward."""
+        microbatches in flight, and buffers for one message each way, forward and backward.
+
+        A buffer has the size of the values even where they travel compressed: to round them takes a copy.
+        """
         graph, layers = self.profile.graph, set(stage.layers)
         parameters = graph.parameters_of(stage.layers)
         others = graph.by_id.keys() - layers
@@ -212,6 +227,7 @@ class PlanCosts:
                 if key not in alike:
                     alike[key] = self._compute_of(plan.stages[index], plan.devices[worker])
                 self._compute[index, worker] = alike[key]
+        self._sends = {layer: stage.sends for stage in plan.stages for layer in stage.layers}
         self._messages: dict[tuple[Kind, int, int, int, int], float] = {}
         self._syncs: dict[int, float] = {}
 
@@ -245,7 +261,10 @@ class PlanCosts:
         if key not in self._messages:
             here, there = self.plan.stages[action.stage].layers, self.plan.stages[target_stage].layers
             forward = action.kind is Kind.FORWARD
-            num_bytes = self.model.forward_bytes(here, there) if forward else self.model.backward_bytes(there, here)
+            if forward:
+                num_bytes = self.model.forward_bytes(here, there, self._sends)
+            else:
+                num_bytes = self.model.backward_bytes(there, here, self._sends)
             devices = self.plan.devices
             self._messages[key] = self.model.transfer_s(num_bytes, devices[sender], devices[receiver])
         return self._messages[key]
@@ -283,7 +302,7 @@ class PlanCosts:
         here, behind = self.plan.stages[stage], self.plan.stages[stage + 1]
         before = [layer for each in self.plan.stages[: stage + 1] for layer in each.layers]
         after = [layer for each in self.plan.stages[stage + 1 :] for layer in each.layers]
-        num_bytes = self.model.forward_bytes(set(before), set(after))
+        num_bytes = self.sent_bytes(set(before), set(after))
         return float(message(num_bytes).seconds(self.plan.cluster.slowest_link((*here.devices, *behind.devices))))
 
     def bottleneck(self) -> tuple[int, int]:
@@ -342,7 +361,11 @@ class PlanCosts:
 
     def _forward_bytes(self, source: int, target: int) -> float:
         stages = self.plan.stages
-        return self.model.forward_bytes(frozenset(stages[source].layers), frozenset(stages[target].layers))
+        return self.sent_bytes(frozenset(stages[source].layers), frozenset(stages[target].layers))
+
+    def sent_bytes(self, source: Collection[int], target: Collection[int]) -> float:
+        """What some layers send to others per microbatch, as compressed as the plan has it."""
+        return self.model.forward_bytes(source, target, self._sends)
 
     def stage_memory_bytes(self, stage: int) -> float:
         """Peak bytes of the replica that needs most."""

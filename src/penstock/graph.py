@@ -59,10 +59,17 @@ class Value:
     num_bytes: int
     differentiable: bool = True
     """whether a gradient of the same size travels back"""
+    dtype: str = ""
+    """of its numbers, by torch's name without the module; empty where it is not known"""
 
     def __post_init__(self) -> None:
         if self.num_bytes < 0:
             raise GraphError(f"value {self.name!r}: num_bytes is {self.num_bytes}; sizes are 0 or more")
+
+    @property
+    def is_float32(self) -> bool:
+        """Where it is not known, what has a gradient counts as such."""
+        return self.dtype == "float32" or (not self.dtype and self.differentiable)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from penstock.cluster import Cluster
+from penstock.compression import check_compression, coarsest
 from penstock.errors import PlanError
 from penstock.profile import Profile
 from penstock.schedule import Action, Kind, Pipeline, Schedule, build_schedule, check_layout, family
@@ -29,6 +30,8 @@ class Stage:
     """how many microbatches of a round each replica takes, in proportion to its speed; by default one each"""
     recompute: bool = False
     """keep only the stage's inputs from a forward, and compute it again for the backward"""
+    sends: str = "exact"
+    """how its float32 values travel to other workers, and their gradients back: exact, or compressed to bf16 or int8"""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -44,6 +47,7 @@ class Stage:
                 f"stage of layers {list(self.layers)[:3]}...: shares {list(self.shares)} for {len(self.devices)} "
                 "devices; give each device a share of 1 or more"
             )
+        check_compression(self.sends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +121,14 @@ class Plan:
         """Whether any backward is in two."""
         halves = (Kind.INPUT, Kind.WEIGHT)
         return family(self.schedule).halves or any(a.kind in halves for p in self._custom_programs for a in p)
+
+    @property
+    def compression(self) -> str:
+        """The coarsest that anything between two workers meets."""
+        pipeline = self.pipeline
+        edges = ((source, stage) for stage, reads in enumerate(pipeline.reads) for source in reads)
+        apart = (source for source, stage in edges if pipeline.workers[source] != pipeline.workers[stage])
+        return coarsest(self.stages[source].sends for source in apart)
 
     @property
     def microbatch_size(self) -> float:

@@ -31,6 +31,21 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EdgeError:
+    """What compression lost on the way between two stages: ||sent - arrived|| / ||sent||, a mean over the messages
+    looked at; None where that was not a number."""
+
+    source: int
+    target: int
+    sends: str
+    direction: str
+    """forward (values) or backward (their gradients)"""
+    error: float | None
+    looked_at: int
+    """messages: the first that each worker sent, and of the others one in a hundred"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     samples: int
     """trained on, all epochs together"""
@@ -47,6 +62,8 @@ class Result:
     evaluations: tuple[Evaluation, ...] = ()
     """of the whole run, also before it was resumed"""
     stopped_early: bool = False
+    compression: tuple[EdgeError, ...] = ()
+    """of each edge whose values travelled compressed, what that lost"""
 
     FORMAT: ClassVar[str] = "penstock.result/1"
 

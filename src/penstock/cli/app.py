@@ -127,6 +127,12 @@ def plan(
     recompute: Annotated[
         bool, typer.Option(help="whether stages that do not fit may compute their forward twice to save memory")
     ] = True,
+    compress: Annotated[
+        str,
+        typer.Option(
+            help="exact; or bf16, int8: what may be rounded to on its way between workers, where that saves time"
+        ),
+    ] = "exact",
     cost: Annotated[
         str, typer.Option(help="default; or pipedream, sparsepipe, max-load: other systems' objectives, to compare")
     ] = "default",
@@ -158,11 +164,16 @@ def plan(
             hints=hints,
             recompute=recompute,
             samples_per_s=samples_per_s,
+            compress=compress,
         )
-    elif cost in COSTS and schedule == "pipedream" and microbatches is None and hints == Hints(straight=straight):
+    elif (
+        cost in COSTS
+        and (schedule, microbatches, compress) == ("pipedream", None, "exact")
+        and hints == Hints(straight=straight)
+    ):
         made = plan_by(cost, read, devices, straight=straight)
     else:
-        known = f"default, or {', '.join(COSTS)} with --schedule pipedream and no hint but --straight"
+        known = f"default, or {', '.join(COSTS)} with --schedule pipedream, no --compress and no hint but --straight"
         raise PlanError(f"--cost {cost} with --schedule {schedule} and these options: choose {known}")
     codec.save(made, output)
     _answer(shown.plan_answer(made), as_json, lambda: shown.plan_table(made), f"plan written to {output}")
@@ -318,7 +329,7 @@ def train(
     _answer(
         result,
         as_json,
-        lambda: shown.comparison_table(trace, comparison),
+        lambda: shown.run_table(trace, comparison, result),
         "\n".join(
             [
                 *(str(evaluation) for evaluation in result.evaluations[-1:]),
@@ -351,10 +362,10 @@ def report(
 ) -> None:
     """Write the HTML report of a run: timeline, predicted against measured, plan, loss."""
     directory = RunDirectory(run)
-    _, trace, _ = directory.load()
+    _, trace, result = directory.load()
     comparison = write_report_of(directory)
     answer = {"report": str(directory.report), **shown.trace_answer(trace)}
-    _answer(answer, as_json, lambda: shown.comparison_table(trace, comparison), f"report {directory.report}")
+    _answer(answer, as_json, lambda: shown.run_table(trace, comparison, result), f"report {directory.report}")
 
 
 @app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")

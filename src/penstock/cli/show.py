@@ -20,6 +20,7 @@ from penstock.cost import PlanCosts
 from penstock.plan import Plan
 from penstock.profile import Profile
 from penstock.report.stages import bottleneck_text, show_memory
+from penstock.run import EdgeError, Result
 from penstock.schedule import Action, Kind
 from penstock.survey import LevelFindings, Survey
 from penstock.trace import Trace
@@ -95,6 +96,7 @@ def _stage_answer(costs: PlanCosts, index: int) -> dict[str, Any]:
         "devices": list(stage.devices),
         "shares": list(stage.shares),
         "recompute": stage.recompute,
+        "sends": stage.sends,
         "in_flight": stage.in_flight,
         "forward_s": costs.compute_s(Action(index, Kind.FORWARD, 0), worker),
         "backward_s": costs.compute_s(Action(index, Kind.BACKWARD, 0), worker),
@@ -132,7 +134,8 @@ def plan_table(plan: Plan) -> Table:
             _devices(stage),
             str(stage["in_flight"]),
             show_seconds(stage["microbatch_s"]),
-            *(show_bytes(stage[key]) for key in ("input_bytes", "output_bytes")),
+            show_bytes(stage["input_bytes"]),
+            show_bytes(stage["output_bytes"]) + ("" if stage["sends"] == "exact" else f" {stage['sends']}"),
             show_memory(costs, index),
         )
     return table
@@ -211,6 +214,27 @@ def comparison_table(measured: Trace, predicted: Trace) -> Table:
     return table
 
 
+def run_table(measured: Trace, predicted: Trace, result: Result) -> RenderableType:
+    """Predicted against measured, and what compression lost where there was any."""
+    table = comparison_table(measured, predicted)
+    return Group(table, _compression_table(result.compression)) if result.compression else table
+
+
+def _compression_table(errors: Sequence[EdgeError]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, title="lost by compression", caption="norm of what was lost / norm of what was sent, mean"
+    )
+    for column in ("edge", "what", "sent in"):
+        table.add_column(column)
+    for column in ("relative error", "messages looked at"):
+        table.add_column(column, justify="right")
+    for row in errors:
+        what = "values" if row.direction == "forward" else "gradients"
+        error = "not a number" if row.error is None else f"{row.error:.2e}"
+        table.add_row(f"stage {row.source} to {row.target}", what, row.sends, error, str(row.looked_at))
+    return table
+
+
 def _pair(predicted: float, measured: float, show: Any) -> tuple[str, str, str]:
     return show(predicted), show(measured), f"{measured / predicted:.2f}" if predicted > 0 else "-"
 
@@ -224,19 +248,22 @@ def verification_answer(found: Any) -> dict[str, Any]:
         "largest_difference",
         "worst_parameter",
         "tolerance",
+        "loss_tolerance",
+        "compression",
         "passed",
     )
     return {key: getattr(found, key) for key in keys}
 
 
 def verification_table(found: Any) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, title="gradients are the same" if found.passed else "GRADIENTS DIFFER", show_header=False
-    )
+    exact = found.compression == "exact"
+    good = "gradients are the same" if exact else f"gradients are the same but for {found.compression} rounding"
+    table = Table(box=box.SIMPLE_HEAD, title=good if found.passed else "GRADIENTS DIFFER", show_header=False)
     table.add_row("compared", f"{found.gradients} gradients over {found.microbatches} microbatches")
     table.add_row("largest difference", f"{found.largest_difference:.2e} (relative), in {found.worst_parameter}")
     table.add_row("loss", f"{found.loss:.6f}, difference {found.loss_difference:.2e} (relative)")
-    table.add_row("tolerance", f"{found.tolerance:.0e}")
+    tolerance = f"{found.tolerance:g}, of the loss {found.loss_tolerance:g}"
+    table.add_row("tolerance", tolerance if exact else f"{tolerance}: what travels in {found.compression} is rounded")
     return table
 
 

@@ -56,12 +56,11 @@ class Downsets:
         between: Floats = sums[None, :] - sums[:, None]
         return between
 
-    @cached_property
-    def crossing_bytes(self) -> Floats:
+    def crossing_bytes(self, bytes_of: Callable[[Value], float] = lambda value: value.num_bytes) -> Floats:
         """[downset]: bytes of the values made inside and read outside, each once. Model inputs do not count."""
         total = np.zeros(len(self))
         for value, made, read in self._sent_values():
-            total += value.num_bytes * (made & (read < len(value.consumers)))
+            total += bytes_of(value) * (made & (read < len(value.consumers)))
         return total
 
     def sent_bytes(self) -> Floats:

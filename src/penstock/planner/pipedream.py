@@ -119,7 +119,7 @@ def _quantities(profile: Profile, downsets: Downsets) -> tuple[Floats, _Quantiti
         valid=downsets.contained,
         parameters=downsets.sums_between(lambda layer: parameter_bytes(profile, layer)),
         activations=downsets.sums_between(lambda layer: 0.0 if layer.is_input else float(produced[layer.id])),
-        out=downsets.crossing_bytes,
+        out=downsets.crossing_bytes(),
     )
     return np.where(quantities.valid, compute_s_between(profile, downsets, ANY_KIND), np.inf), quantities
 

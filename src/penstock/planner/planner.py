@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.cluster import Cluster
+from penstock.compression import check_compression
 from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.planner.hints import Hints
@@ -25,14 +27,17 @@ def make_plan(
     recompute: bool = True,
     samples_per_s: float | None = None,
     custom: Sequence[str] = (),
+    compress: str = "exact",
 ) -> Plan:
     """The fastest plan found for this schedule; plain data parallelism and a single device are always candidates.
 
     ``microbatches`` per minibatch applies to synchronous schedules; by default they are chosen too. ``recompute``
     allows a stage that does not fit to compute its forward twice. Schedule ``inference`` asks for the lowest latency
     at ``samples_per_s`` or more. Schedule ``custom`` runs the lines of actions given, one for each worker, and so has
-    as many workers, stages and microbatches as they say.
+    as many workers, stages and microbatches as they say. ``compress`` names the coarsest way in which values may travel
+    between workers; they do where that makes the plan faster by more than a hundredth.
     """
+    check_compression(compress)
     if (schedule == "custom") != bool(custom):
         raise PlanError("schedule custom needs the actions of each worker: give --schedule the file that has them")
     if custom:
@@ -50,18 +55,30 @@ def make_plan(
         raise PlanError(
             "schedule inference needs the samples per second to serve (--samples-per-s), and no other takes them"
         )
-    best: Scored | None = None
-    for count in _microbatch_counts(profile, cluster, schedule, microbatches):
-        request = Request(profile, cluster, schedule, count, hints or Hints(), recompute, samples_per_s, tuple(custom))
-        found = request.best()
-        if best and not (found and found[0] < best[0] * CLOSE_ENOUGH):
-            break
-        best = found or best
+    counts = _microbatch_counts(profile, cluster, schedule, microbatches)
+    request = Request(profile, cluster, schedule, counts[-1], hints or Hints(), recompute, samples_per_s, tuple(custom))
+    best = _best(request, counts)
+    if compress != "exact":
+        request = replace(request, compress=compress)
+        compressed = _best(request, counts)
+        if compressed and not (best and best[0] <= compressed[0] * CLOSE_ENOUGH):
+            best = compressed
     if best is None:
         raise PlanError(explain_infeasible(request))
     if custom:
         check(best[1].schedule_for([best[1].microbatches] * 2))
     return best[1]
+
+
+def _best(request: Request, counts: Sequence[int]) -> Scored | None:
+    """Over these numbers of microbatches, until fewer of them do worse."""
+    best: Scored | None = None
+    for count in counts:
+        found = replace(request, microbatches=count).best()
+        if best and not (found and found[0] < best[0] * CLOSE_ENOUGH):
+            break
+        best = found or best
+    return best
 
 
 def _microbatch_counts(profile: Profile, cluster: Cluster, schedule: str, asked: int | None) -> list[int]:

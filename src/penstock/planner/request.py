@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.cluster import Cluster
+from penstock.compression import up_to
 from penstock.cost import CostModel, PlanCosts, best_shares
 from penstock.plan import Plan, Prediction, Stage
 from penstock.planner.explore import Explorer, cuts_of
@@ -51,6 +52,8 @@ class Request:
     samples_per_s: float | None = None
     custom: tuple[str, ...] = ()
     """what each worker does in a minibatch, under the schedule of that name"""
+    compress: str = "exact"
+    """the coarsest way in which values may travel between workers"""
 
     def best(self) -> Scored | None:
         """None where nothing fits."""
@@ -61,7 +64,7 @@ class Request:
             scored = [self._simulated(plan) for plan in self._shallow()]
         if not scored:
             return None
-        seconds, plan = min(scored, key=lambda item: (item[0], len(item[1].devices)))
+        seconds, plan = self._mildest(min(scored, key=lambda item: (item[0], len(item[1].devices))))
         return seconds, replace(plan, prediction=self._prediction(seconds, plan, plain))
 
     def _prediction(self, seconds: float, plan: Plan, plain: dict[str, Scored]) -> Prediction:
@@ -96,6 +99,7 @@ class Request:
             microbatches=self.microbatches,
             recompute=self.recompute,
             together=self.hints.layers_together(self.profile.graph),
+            sends=self.compress,
         )
 
     @cached_property
@@ -170,8 +174,10 @@ class Request:
 
         ``shallow`` takes as many microbatches in flight as fit, if they are fewer than keep every stage busy.
         """
+        sends = [self.compress] * (len(stages) - 1) + ["exact"]
         made = tuple(
-            Stage(layers=layers, devices=devices, shares=self._shares(layers, devices)) for layers, devices in stages
+            Stage(layers=layers, devices=devices, shares=self._shares(layers, devices), sends=how)
+            for (layers, devices), how in zip(stages, sends, strict=True)
         )
         plan = Plan(
             profile=self.profile,
@@ -304,3 +310,16 @@ class Request:
             if scored[0] < best[0] / CLOSE_ENOUGH:
                 best = scored
         return best
+
+    def _mildest(self, scored: Scored) -> Scored:
+        """Each stage sends as exactly as it may at no cost in time: what is rounded for nothing stays as it is."""
+        seconds, plan = scored
+        limit_s = seconds * CLOSE_ENOUGH
+        for index, stage in enumerate(plan.stages):
+            for how in up_to(stage.sends)[:-1]:
+                stages = (*plan.stages[:index], replace(stage, sends=how), *plan.stages[index + 1 :])
+                milder_s, milder = self._deepened(replace(plan, stages=stages))
+                if milder_s <= limit_s and self.allowed(milder):
+                    seconds, plan = milder_s, milder
+                    break
+        return seconds, plan

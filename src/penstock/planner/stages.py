@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 
 from penstock.cluster import Device
-from penstock.cost import CostModel, best_shares, memory_bytes, message, pace, ring_allreduce, stashes_weights
+from penstock.cost import (
+    CostModel,
+    best_shares,
+    memory_bytes,
+    message,
+    pace,
+    ring_allreduce,
+    sent_bytes,
+    stashes_weights,
+)
 from penstock.planner.downsets import Bools, Downsets, Floats
 from penstock.schedule import Family, replica_depth
 
@@ -81,6 +90,8 @@ class StageCosts:
     """most microbatches in flight on a replica"""
     together: Collection[tuple[int, ...]] = ()
     """groups of layers that must be in one stage"""
+    sends: str = "exact"
+    """how what crosses a cut travels"""
 
     def __len__(self) -> int:
         return len(self.downsets)
@@ -182,7 +193,7 @@ class StageCosts:
     @cached_property
     def crossing_bytes(self) -> Floats:
         """[downset]: what crosses the cut there, for one microbatch."""
-        return self.costs.scale * self.downsets.crossing_bytes
+        return self.costs.scale * self.downsets.crossing_bytes(lambda value: sent_bytes(value, self.sends))
 
     @cached_property
     def cut_s(self) -> list[Floats]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from penstock import __version__
+from penstock import __version__, codec
 from penstock.cost import PlanCosts
 from penstock.errors import FormatError
 from penstock.plan import Plan, Stage
@@ -44,6 +44,7 @@ def report_content(*, plan: Plan, measured: Trace, simulated: Trace, result: Res
         "traces": [_timeline(measured), _timeline(simulated)],
         "plan": _plan(plan),
         "loss": _loss_curve(result.losses),
+        "compression": codec.encode(result.compression),
     }
 
 
@@ -148,6 +149,7 @@ def _stage(costs: PlanCosts, index: int) -> dict[str, Any]:
         "microbatch_s": costs.stage_s(index),
         "input_bytes": costs.input_bytes(index),
         "output_bytes": costs.output_bytes(index),
+        "sends": stage.sends,
         "memory_bytes": costs.stage_memory_bytes(index),
         "memory_share": costs.memory_share(index),
         "bottleneck": bottleneck_text(costs, index),

@@ -213,10 +213,21 @@ function fillPlan() {
       cell(stage.layers > 1 ? `${stage.first} … ${stage.last} (${stage.layers})` : stage.first, "text wrap"),
       cell(stage.devices), cell(String(stage.in_flight)),
       cell(showBytes(stage.parameter_bytes)), cell(`${showBytes(stage.memory_bytes)}${share}`),
-      cell(showBytes(stage.input_bytes)), cell(showBytes(stage.output_bytes)),
+      cell(showBytes(stage.input_bytes)), cell(`${showBytes(stage.output_bytes)}${stage.sends === "exact" ? "" : ` ${stage.sends}`}`),
       cell(showSeconds(stage.forward_s)), cell(showSeconds(stage.backward_s)), cell(showSeconds(stage.microbatch_s)),
     );
   })));
+}
+
+function fillCompression() {
+  const errors = content.compression;
+  byId("compression-card").hidden = errors.length === 0;
+  const names = ["Edge", "What", "Sent in", "Relative error", "Messages looked at"];
+  byId("compression").append(table("narrow", [row(...names.map((name) => heading(name)))], errors.map((edge) => row(
+    rowHeading(`Stage ${edge.source} to ${edge.target}`),
+    cell(edge.direction === "forward" ? "values" : "gradients"), cell(edge.sends),
+    cell(orMissing((error) => significant(error, 3))(edge.error)), cell(String(edge.looked_at)),
+  ))));
 }
 
 // ---- loss
@@ -248,6 +259,7 @@ fillHeader();
 fillFigures();
 fillComparison();
 fillPlan();
+fillCompression();
 fillLossNote();
 tipTitles(document.querySelector(".plan"));
 scrollToFirstBlock(document.querySelector(".drawing"));

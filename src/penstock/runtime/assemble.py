@@ -190,6 +190,7 @@ def assemble(
             transport=transport,
             device=device,
             timeout_s=timeout_s,
+            sends={index: stage.sends for index, stage in enumerate(plan.stages)},
         ),
         sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
         clip=clip,

@@ -22,12 +22,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.errors import WorkerError
+from penstock.runtime.compress import ErrorMeter, decode, encode, layout_sent, relative_error
 from penstock.runtime.payload import (
     Layout,
     can_be_marked,
@@ -57,13 +59,15 @@ class _Posted:
     message: Message
     layout: Layout
     tensors: list[Tensor | None]
+    """as sent"""
+    sends: str
     pending: list[Pending]
     announced: bool
     """whether a header came first; if not, the layout is the one that such messages had so far"""
 
     def arrived(self) -> list[Tensor | None]:
         """Leaves of the receiver's graph, now that nothing writes into them any more."""
-        pairs = zip(self.layout, self.tensors, strict=True)
+        pairs = zip(self.layout, decode(self.tensors, self.layout, self.sends), strict=True)
         return [
             tensor.requires_grad_(entry.differentiable) if entry and tensor is not None else None
             for entry, tensor in pairs
@@ -87,9 +91,12 @@ class Mailbox:
         transport: Transport,
         device: torch.device,
         timeout_s: float,
+        sends: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """``edges`` says how many values each pair of stages exchanges; as many gradients come back."""
-        self.pipeline, self.edges = pipeline, edges
+        """``edges`` says how many values each pair of stages exchanges; as many gradients come back. ``sends`` says how
+        a stage's values and their gradients travel, where not as they are; within a worker they stay as they are."""
+        self.pipeline, self.edges, self.sends = pipeline, edges, sends
+        self.meter = ErrorMeter()
         self.transport, self.device, self.timeout_s = transport, device, timeout_s
         self._schedule: Schedule | None = None
         self._samples: Sequence[int] = ()
@@ -152,8 +159,11 @@ class Mailbox:
             ]
             return
         channel, message = (receiver, action.kind), (action, target_stage)
-        key, layout = self._key(channel, message), layout_of(tensors)
-        values = [tensor.detach().contiguous() for tensor in tensors if tensor is not None]
+        key, layout, sends = self._key(channel, message), layout_of(tensors), self._sends(message)
+        values = encode(tensors, sends)
+        if sends != "exact":
+            direction = (*self._edge(message), "forward" if action.kind is Kind.FORWARD else "backward")
+            self.meter.look(direction, lambda: relative_error(tensors, values, sends))
         known = None if channel in self._announces else self._sent_layouts.get(key)
         if known is not None and (known != layout or is_marked(values)):
             self._fill_posted(channel, message)
@@ -195,9 +205,10 @@ class Mailbox:
         return self.transport.receive(tensor, channel, number)
 
     def _post(self, channel: Channel, message: Message, layout: Layout, *, announced: bool) -> None:
-        tensors = [None if entry is None else entry.empty(self.device) for entry in layout]
+        sends = self._sends(message)
+        tensors = [None if entry is None else entry.empty(self.device) for entry in layout_sent(layout, sends)]
         pending = [self._start_receive(tensor, channel) for tensor in tensors if tensor is not None]
-        self._posted[channel].append(_Posted(message, layout, tensors, pending, announced))
+        self._posted[channel].append(_Posted(message, layout, tensors, sends, pending, announced))
 
     def _post_known(self, channel: Channel, most: int) -> None:
         """Post what comes next without a header, until ``most`` are posted."""
@@ -241,7 +252,7 @@ class Mailbox:
             layout = self._sent_layouts.get(self._key(channel, each))
             if layout is None:
                 break
-            for tensor in marked(layout, self.device):
+            for tensor in marked(layout_sent(layout, self._sends(each)), self.device):
                 self._start_send(tensor, channel, *each)
         self._announces.add(channel)
 
@@ -257,6 +268,9 @@ class Mailbox:
 
     def _key(self, channel: Channel, message: Message) -> tuple[Channel, Edge, int]:
         return channel, self._edge(message), self._samples[message[0].index]
+
+    def _sends(self, message: Message) -> str:
+        return self.sends.get(self._edge(message)[0], "exact")
 
     @staticmethod
     def _edge(message: Message) -> Edge:

@@ -95,6 +95,7 @@ class _Made:
 
     num_bytes: int
     differentiable: bool
+    dtype: str
 
 
 @dataclass(kw_only=True)
@@ -148,6 +149,7 @@ class Measurement:
                 consumers=consumers,
                 num_bytes=self._made[node.name].num_bytes,
                 differentiable=self._made[node.name].differentiable,
+                dtype=self._made[node.name].dtype,
             )
             for node, consumers in self.splitter.consumers.items()
         )
@@ -220,8 +222,11 @@ class Measurement:
         self._counted |= saved.seen
         for name, value in zip(section.sends, outputs[0], strict=True):
             self._values[name] = pytree.tree_map(_as_leaf, value)
-            num_bytes = sum(t.nbytes for t in _tensors(value))
-            self._made[name] = _Made(num_bytes=num_bytes, differentiable=any(t.requires_grad for t in _tensors(value)))
+            self._made[name] = _Made(
+                num_bytes=sum(t.nbytes for t in _tensors(value)),
+                differentiable=any(t.requires_grad for t in _tensors(value)),
+                dtype=", ".join(sorted({str(t.dtype).partition(".")[2] for t in _tensors(value)})),
+            )
         num_saved = saved.num_bytes
         del outputs, saved  # what was kept is only in the way of the timings
         forward_s = self._median(forward)

@@ -9,7 +9,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,7 +25,7 @@ from penstock import codec
 from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
-from penstock.run import Evaluation, Result, RunDirectory
+from penstock.run import EdgeError, Evaluation, Result, RunDirectory
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.checkpoint import Checkpoint, clean
 from penstock.runtime.evaluate import Evaluator
@@ -277,6 +278,7 @@ class _Training:
         losses = self._gather("losses", [[m, *pair] for m, pair in self.losses.items()])
         links = self._gather("links", {f"{low}-{high}": name for (low, high), name in self.links.chosen.items()})
         kinds = self._gather("kinds", device_kind(self.worker.device))
+        lost = self._gather("compression", [[*key, errors] for key, errors in self.worker.mailbox.meter.errors.items()])
         if self.rank == 0:
             parts = [[codec.decode(Event, item) for item in part] for part in events]
             newest = self.run_directory.newest_checkpoint()
@@ -289,6 +291,7 @@ class _Training:
                 links={pair: name for part in links for pair, name in part.items()},
                 evaluations=self.evaluations,
                 stopped_early=self.stopped_early,
+                compression=tuple(edge_errors(self.plan, itertools.chain.from_iterable(lost))),
             )
             codec.save(self.plan, self.run_directory.plan)
             codec.save(merge("measured", self.plan.worker_names, self.sizes, parts), self.run_directory.trace)
@@ -320,3 +323,22 @@ def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | Non
         means.append(mean if math.isfinite(mean) else None)
         first += count
     return tuple(means)
+
+
+def edge_errors(plan: Plan, parts: Iterable[Sequence[Any]]) -> Iterator[EdgeError]:
+    """What the workers' meters found, [source, target, direction, errors], with replicas taken together."""
+    found: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    for source, target, direction, errors in parts:
+        found[source, target, direction] += errors
+    for (source, target, direction), errors in sorted(
+        found.items(), key=lambda item: (item[0][:2], item[0][2] != "forward")
+    ):
+        mean = sum(errors) / len(errors)
+        yield EdgeError(
+            source=source,
+            target=target,
+            sends=plan.stages[source].sends,
+            direction=direction,
+            error=mean if math.isfinite(mean) else None,
+            looked_at=len(errors),
+        )

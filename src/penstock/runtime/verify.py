@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.compression import COMPRESSIONS
 from penstock.errors import WorkerError
 from penstock.graph import Parameter
 from penstock.job import Job, Precision
@@ -44,14 +45,18 @@ class Verification:
     gradients: int
     """how many were compared, on all workers together"""
     largest_difference: float
-    """of any gradient element, beside the largest element of that gradient (or a hundredth of the largest of all,
-    in low precision a tenth)"""
+    """of any gradient element, beside the largest element of that gradient (or, if that is less, beside a hundredth of
+    the largest of all; a tenth in low precision and where values are compressed)"""
     worst_parameter: str
     tolerance: float
+    """what the job's precision and the plan's compression allow; docs/plans.md"""
+    loss_tolerance: float
+    compression: str
+    """the coarsest way in which values travelled between workers"""
 
     @property
     def passed(self) -> bool:
-        return self.largest_difference <= self.tolerance and self.loss_difference <= self.tolerance
+        return self.largest_difference <= self.tolerance and self.loss_difference <= self.loss_tolerance
 
 
 def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> None:
@@ -95,9 +100,10 @@ def compare(job: Job, plan: Plan, directory: Path) -> Verification:
     expected_loss, expected = reference_gradients(without_dropout(job), epoch, together)
     losses: dict[int, float] = {}
     compared, worst, worst_name = 0, 0.0, ""
-    # A gradient that is zero but for rounding (a bias before batch norm) has no size of its own to compare with.
-    smallest_share = 1e-2 if job.precision == "float32" else 1e-1
-    smallest_size = smallest_share * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
+    # A gradient that is zero but for rounding has no size of its own to compare with.
+    compression, low = COMPRESSIONS[plan.compression], job.precision != "float32"
+    noise = max(compression.noise, 0.1 if low else 0.0)
+    smallest_size = noise * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
     for rank, stages in enumerate(plan.pipeline.stages_of):
         found = load_file(directory / f"worker-{rank}.safetensors")
         losses |= {int(m): loss for m, loss in json.loads((directory / f"worker-{rank}.json").read_text()).items()}
@@ -118,7 +124,9 @@ def compare(job: Job, plan: Plan, directory: Path) -> Verification:
         gradients=compared,
         largest_difference=worst,
         worst_parameter=worst_name,
-        tolerance=TOLERANCES[job.precision],
+        tolerance=max(compression.tolerance, TOLERANCES[job.precision]),
+        loss_tolerance=max(compression.loss_tolerance, TOLERANCES[job.precision]),
+        compression=plan.compression,
     )
 
 

@@ -114,15 +114,17 @@ class Labels:
     def delivery(self, layers: Sequence[int], target: int) -> DeliveryLabel:
         """What these layers of one stage send to a later one."""
         senders, receivers = frozenset(layers), self._stage_layers[target]
-        num_bytes = self._costs.model.forward_bytes(senders, receivers)
+        num_bytes = self._costs.sent_bytes(senders, receivers)
         source, amount = self._plan.stage_of_layer[layers[0]], show_bytes(num_bytes)
+        sends = self._plan.stages[source].sends
+        how = "" if sends == "exact" else f" in {sends}"
         values = self._plan.profile.graph.crossing(senders, receivers)
         names = self._names(list(dict.fromkeys(value.producer for value in values)))
         return DeliveryLabel(
             text=amount,
             num_bytes=num_bytes,
             slow=source <= self._slow[0] < self._slow[1] <= target,
-            tooltip=f"stage {source} sends {amount} per microbatch to stage {target}\nfrom {names}",
+            tooltip=f"stage {source} sends {amount} per microbatch to stage {target}{how}\nfrom {names}",
         )
 
     def stage(self, index: int) -> StageLabel:
