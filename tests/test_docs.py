@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from builders import chain_profile
 from penstock.cluster import load_cluster, parse_cluster
+from penstock.planner import make_plan
+from penstock.schedule import FAMILIES, check
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -52,6 +55,21 @@ def test_the_cluster_file_of_the_docs_and_the_example_load(tmp_path: Path) -> No
 def test_the_cluster_texts_of_the_docs_parse() -> None:
     assert len(parse_cluster("4@12GB/s,2@1.25GB/s").devices) == 8
     assert len(parse_cluster("local:4").devices) == 4
+
+
+def test_the_schedule_file_of_the_docs_is_planned_and_checked() -> None:
+    (text,) = blocks((ROOT / "docs" / "schedules.md").read_text(), "csv")
+    profile = chain_profile([1.0] * 4, batch_size=3)
+    plan = make_plan(profile, parse_cluster("local:2"), schedule="custom", custom=text.splitlines())
+    assert [len(stage.layers) for stage in plan.stages] == [2, 2]
+    assert plan.microbatches == 3
+    check(plan.schedule_for([3, 3, 2]))
+
+
+def test_every_schedule_is_in_the_docs() -> None:
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    for name in FAMILIES:
+        assert f"`{name}`" in page or name == "custom"
 
 
 def test_every_link_between_documents_leads_somewhere() -> None:
