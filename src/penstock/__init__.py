@@ -2,6 +2,7 @@
 
 from penstock.errors import PenstockError
 from penstock.job import Job
+from penstock.remedy import Remedy
 
 __version__ = "0.1.0"
-__all__ = ["Job", "PenstockError", "__version__"]
+__all__ = ["Job", "PenstockError", "Remedy", "__version__"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.errors import JobError
+from penstock.remedy import Remedy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,6 +46,8 @@ class Job:
     """after what a scheduler steps"""
     clip_norm: float | None = None
     """the most that the norm of all gradients together may be, as in clip_grad_norm_; for synchronous schedules"""
+    remedy: Remedy | None = None
+    """what is done about stale gradients, for asynchronous schedules; others have none"""
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "epochs"):
@@ -55,6 +58,8 @@ class Job:
             raise JobError(f"Job.scheduler_steps is {self.scheduler_steps!r}; choose 'minibatch' or 'epoch'")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise JobError(f"Job.clip_norm is {self.clip_norm!r}; it must be above 0, or None to leave gradients alone")
+        if self.remedy is not None and not isinstance(self.remedy, Remedy):
+            raise JobError(f"Job.remedy is {self.remedy!r}; give a penstock.Remedy, or None")
         if not hasattr(self.data, "__len__") or not hasattr(self.data, "__getitem__"):
             raise JobError("Job.data has no length or no items by index; give a map-style dataset (or a list)")
         if len(self.data) < 1:

@@ -10,6 +10,7 @@ from typing import ClassVar
 from penstock import codec
 from penstock.errors import FormatError
 from penstock.plan import Plan
+from penstock.schedule import Staleness
 from penstock.trace import Trace
 
 
@@ -25,6 +26,8 @@ class Result:
     """the newest, relative to the run"""
     device_kinds: Mapping[str, str]
     """worker number -> what it ran on"""
+    staleness: tuple[Staleness, ...] = ()
+    """of each stage, as its weights met the gradients"""
 
     FORMAT: ClassVar[str] = "penstock.result/1"
 

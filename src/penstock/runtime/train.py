@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from penstock.runtime.progress import ProgressLine, Report
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.transport import TorchTransport, short_reason
 from penstock.sampling import Epoch
-from penstock.schedule import Action, Kind
+from penstock.schedule import Action, Kind, Staleness
 from penstock.trace import Event, merge
 
 
@@ -227,6 +228,7 @@ class _Training:
         events = self._gather("events", [codec.encode(event) for event in self.worker.events])
         losses = self._gather("losses", [[m, *pair] for m, pair in self.losses.items()])
         kinds = self._gather("kinds", device_kind(self.worker.device))
+        ages = self._gather("staleness", {i: stage.weights.staleness for i, stage in self.worker.stages.items()})
         if self.rank == 0:
             parts = [[codec.decode(Event, item) for item in part] for part in events]
             newest = self.run_directory.newest_checkpoint()
@@ -236,11 +238,20 @@ class _Training:
                 losses=_per_minibatch(itertools.chain.from_iterable(losses), self.minibatches),
                 checkpoint=str(newest.relative_to(self.run_directory.path)) if newest else None,
                 device_kinds={str(rank): kind for rank, kind in enumerate(kinds)},
+                staleness=tuple(_of_stage(ages, index) for index in range(len(self.plan.stages))),
             )
             codec.save(self.plan, self.run_directory.plan)
             codec.save(merge("measured", self.plan.worker_names, self.sizes, parts), self.run_directory.trace)
             codec.save(result, self.run_directory.result)
         self._meet()
+
+
+def _of_stage(ages: Sequence[dict[str, dict[str, int]]], stage: int) -> Staleness:
+    """What all replicas of a stage have counted."""
+    total = Counter[int]()
+    for part in ages:
+        total.update({int(age): count for age, count in part.get(str(stage), {}).items()})
+    return Staleness.counted(total)
 
 
 def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | None, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.remedy import Remedy
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync
@@ -45,10 +46,21 @@ class Segment:
     first_round: int = 0
     scheduler_steps: Sequence[int] = ()
     """of each microbatch, how often the learning rate's scheduler has stepped before it; never, if not given"""
+    minibatches_before: Sequence[int] = ()
+    """of each microbatch, how many minibatches of the run come before its own; asked for by a remedy alone"""
+    remedy: Remedy | None = None
 
     def steps_before(self, stage: int, round_index: int) -> int:
         """The scheduler's steps before a round: those before its first microbatch, at every stage alike."""
         return self.scheduler_steps[self.schedule.rounds[stage][round_index]] if self.scheduler_steps else 0
+
+    def rate(self, stage: int, round_index: int) -> float:
+        """What the remedy makes of a round's learning rate, by its oldest gradient; alike where stages share a weight."""
+        if self.remedy is None:
+            return 1.0
+        members, together = self.schedule.round_members(stage, round_index), self.schedule.pipeline.sync_stages[stage]
+        oldest = max(self.schedule.staleness(each, microbatch) for each in together for microbatch in members)
+        return self.remedy.rate(oldest, self.minibatches_before[members.start])
 
     def round_samples(self, stage: int, microbatch: int) -> int:
         """Samples of all microbatches whose gradients are applied together with this one's."""
@@ -124,9 +136,9 @@ class Worker:
             received.update((name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None)
         inputs, target = segment.feed.load(action.index) if stage.reads_data else ((), None)
         version = stage.first_version + segment.schedule.versions[stage.index][action.index]
-        made = self._timed(
-            action, segment, lambda: stage.module.forward(action.index, inputs, received, target, version)
-        )
+        staleness = segment.schedule.staleness(stage.index, action.index)
+        compute = partial(stage.module.forward, action.index, inputs, received, target, version, staleness)
+        made = self._timed(action, segment, compute)
         for target_stage, names in stage.sends_to.items():
             self.mailbox.send(action, target_stage, [made[name] for name in names])
 
@@ -158,7 +170,8 @@ class Worker:
         if self.clip is not None and action.stage == min(self.stages):  # not timed, as waiting for a message is not
             self.clip.run([each.weights for each in self.stages.values()])
         count = segment.steps_before(action.stage, action.index)
-        self._timed(action, segment, partial(stage.weights.step, count, keep=keep))
+        rate = segment.rate(action.stage, action.index)
+        self._timed(action, segment, partial(stage.weights.step, count, keep=keep, rate=rate))
 
     def _gradient_weights(self, stage: int, microbatch: int, segment: Segment) -> tuple[float, float]:
         """A round's gradient is the mean over its samples, however they fall into microbatches.
