@@ -231,12 +231,13 @@ def expected_weights(
     """Of the schedule's version; or with look-ahead where momentum would carry them until the gradient is applied."""
     version = schedule.versions[stage][microbatch]
     for name, weight in history[version].items():
+        expected = weight
         if version and job.remedy is not None:
             move = weight - history[version - 1][name]
             for _ in range(schedule.staleness(stage, microbatch)):
                 move = move * job.remedy.look_ahead
-                weight = weight + move
-        yield name, weight
+                expected = expected + move
+        yield name, expected
 
 
 def step_at_lowered_rate(job: Job, optimizer: torch.optim.Optimizer, staleness: int, microbatch: int) -> None:

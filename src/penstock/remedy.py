@@ -1,7 +1,7 @@
 """What a job may do about stale gradients under an asynchronous schedule.
 
-Staleness is the number of updates that a stage's weights have seen between a microbatch's forward and the update with its
-gradient. Where there is none, as under every synchronous schedule and in the last stage, nothing here changes anything.
+Staleness is the number of updates that a stage's weights have seen between a microbatch's forward and the update with
+its gradient. Where there is none, as under synchronous schedules and in the last stage, nothing here changes anything.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from penstock.errors import JobError
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
     rate_steps: int = 0
-    """so many minibatches long a stage's learning rate is lowered by its staleness, ever less (PipeMare, section 3.1)"""
+    """so many minibatches long a stage's learning rate is lowered by its staleness, ever less (PipeMare's T1)"""
     look_ahead: float = 0.0
-    """forwards run on the weights expected at their update, each step of the way this much of the one before: 1 goes on as
-    the last step did (SpecTrain, section 4), a momentum below 1 takes Nesterov's look-ahead"""
+    """forwards run on the weights expected at their update, each step of the way this much of the one before: 1 goes on
+    as the last step did (SpecTrain), a momentum below 1 is Nesterov's look-ahead (Ajanthan et al., 2025)"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.rate_steps, int) or self.rate_steps < 0:

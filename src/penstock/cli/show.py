@@ -20,7 +20,8 @@ from penstock.cost import PlanCosts
 from penstock.plan import Plan
 from penstock.profile import Profile
 from penstock.report.stages import bottleneck_text, show_memory
-from penstock.schedule import Action, Kind
+from penstock.run import Result
+from penstock.schedule import Action, Kind, Staleness
 from penstock.survey import LevelFindings, Survey
 from penstock.trace import Trace
 from penstock.units import show_bytes, show_numbers, show_seconds, write_bytes, write_bytes_per_s, write_seconds
@@ -105,7 +106,13 @@ def _stage_answer(costs: PlanCosts, index: int) -> dict[str, Any]:
         "parameter_bytes": costs.model.parameter_bytes(stage.layers),
         "memory_bytes": costs.stage_memory_bytes(index),
         "memory_share": costs.memory_share(index),
+        "staleness": staleness_answer(plan.staleness[index]),
     }
+
+
+def staleness_answer(staleness: Staleness) -> dict[str, float]:
+    """Updates between a microbatch's forward and that with its gradient."""
+    return {"mean": staleness.mean, "most": staleness.most}
 
 
 def plan_table(plan: Plan) -> Table:
@@ -121,7 +128,8 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("stage", no_wrap=True)
     for column in ("layers", "devices"):
         table.add_column(column, overflow="fold")
-    for column in ("in\nflight", "time", "in", "out", "memory"):
+    stale = ("updates\nlate",) if plan.is_asynchronous else ()
+    for column in ("in\nflight", *stale, "time", "in", "out", "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     for index, stage in enumerate(answer["stages"]):
         ends = (stage["first_layer"], stage["last_layer"])
@@ -131,11 +139,18 @@ def plan_table(plan: Plan) -> Table:
             + (", recomputed" if stage["recompute"] else ""),
             _devices(stage),
             str(stage["in_flight"]),
+            *(show_staleness(plan.staleness[index]) for _ in stale),
             show_seconds(stage["microbatch_s"]),
             *(show_bytes(stage[key]) for key in ("input_bytes", "output_bytes")),
             show_memory(costs, index),
         )
     return table
+
+
+def show_staleness(staleness: Staleness) -> str:
+    """The mean, and the most where it is more."""
+    most = f" (most {staleness.most})" if staleness.mean < staleness.most else ""
+    return f"{staleness.mean:.3g}{most}"
 
 
 def _devices(stage: dict[str, Any]) -> str:
@@ -193,21 +208,35 @@ def trace_table(trace: Trace) -> Table:
     return table
 
 
-def comparison_table(measured: Trace, predicted: Trace) -> Table:
-    """Predicted against measured, worker by worker."""
+def simulation_answer(plan: Plan, trace: Trace) -> dict[str, Any]:
+    return {**trace_answer(trace), "staleness": [staleness_answer(stage) for stage in plan.staleness]}
+
+
+def simulation_table(plan: Plan, trace: Trace) -> RenderableType:
+    late = ", ".join(f"stage {index}: {show_staleness(stage)}" for index, stage in enumerate(plan.staleness))
+    said = [Text(f"updates between a forward and the one with its gradient: {late}")] if plan.is_asynchronous else []
+    return Group(trace_table(trace), *said)
+
+
+def comparison_table(plan: Plan, measured: Trace, predicted: Trace, result: Result) -> Table:
+    """Predicted against measured, stage by stage and worker by worker."""
     table = Table(box=box.SIMPLE_HEAD, title="predicted against measured")
     table.add_column("what")
     for column in ("predicted", "measured", "measured / predicted"):
         table.add_column(column, justify="right")
     one, two = trace_answer(predicted), trace_answer(measured)
     table.add_row("samples/s", *_pair(one["samples_per_s"], two["samples_per_s"], "{:.1f}".format))
-    for expected, found in zip(one["workers"], two["workers"], strict=True):
+    if plan.is_asynchronous:
+        for index, (steady, found) in enumerate(zip(plan.staleness, result.staleness, strict=False)):
+            table.add_row(f"stage {index}: updates late", show_staleness(steady), show_staleness(found), "")
+    for expected, worker in zip(one["workers"], two["workers"], strict=True):
         table.add_section()
-        table.add_row(f"{found['name']}: busy", *_pair(expected["utilisation"], found["utilisation"], "{:.0%}".format))
+        busy = _pair(expected["utilisation"], worker["utilisation"], "{:.0%}".format)
+        table.add_row(f"{worker['name']}: busy", *busy)
         for kind in expected["median_s"]:
-            if kind in found["median_s"]:
-                cells = _pair(expected["median_s"][kind], found["median_s"][kind], show_seconds)
-                table.add_row(f"{found['name']}: {kind}", *cells)
+            if kind in worker["median_s"]:
+                cells = _pair(expected["median_s"][kind], worker["median_s"][kind], show_seconds)
+                table.add_row(f"{worker['name']}: {kind}", *cells)
     return table
 
 

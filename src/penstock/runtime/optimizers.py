@@ -58,8 +58,8 @@ class Optimizers:
         self._count = 0
 
     def step(self, count: int, rate: float = 1.0) -> None:
-        """Update with the parameters' gradients, at ``rate`` times the learning rate that holds after ``count`` steps of
-        the scheduler."""
+        """Update with the parameters' gradients, at ``rate`` times the learning rate after ``count`` steps of the
+        scheduler."""
         if self.schedulers and self._count == 0 < count:
             with warnings.catch_warnings():  # on resuming, a scheduler does step before its optimizer
                 warnings.simplefilter("ignore", UserWarning)

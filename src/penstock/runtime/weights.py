@@ -142,8 +142,8 @@ class Weights:
                 gradients[name] = gradient.mul_(scale)
 
     def step(self, count: int = 0, *, keep: bool = False, rate: float = 1.0) -> None:
-        """Update with the round's gradients, at ``rate`` times the learning rate after ``count`` steps of the scheduler;
-        versions in flight keep their values, and so does this one if asked to."""
+        """Update with the round's gradients, at ``rate`` times the learning rate after ``count`` steps of the
+        scheduler; versions in flight keep their values, and so does this one if asked to."""
         self.staleness.update(self.version - number for number in self._used.pop(self.version, ()))
         before = self._trained_values() if self._looks_ahead else {}
         keep = keep or self._newest.in_flight > 0

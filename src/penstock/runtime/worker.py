@@ -55,7 +55,7 @@ class Segment:
         return self.scheduler_steps[self.schedule.rounds[stage][round_index]] if self.scheduler_steps else 0
 
     def rate(self, stage: int, round_index: int) -> float:
-        """What the remedy makes of a round's learning rate, by its oldest gradient; alike where stages share a weight."""
+        """What the remedy makes of a round's learning rate, by its oldest gradient; alike where a weight is shared."""
         if self.remedy is None:
             return 1.0
         members, together = self.schedule.round_members(stage, round_index), self.schedule.pipeline.sync_stages[stage]
