@@ -87,7 +87,7 @@ def test_train_leaves_trace_result_checkpoint_and_report(tmp_path: Path) -> None
     run = RunDirectory(tmp_path / "run")
     shown = penstock("train", job, plan, "--run-dir", run.path, "--checkpoint-every", 4)
     assert "predicted against measured" in shown.stdout
-    assert "stage 1: updates late" in shown.stdout
+    assert "stage 1: staleness" in shown.stdout
     assert run.report.exists()
     loaded, trace, result = run.load()
     # four parts, of 4, 2, 4 and 2 microbatches: in each, the first finds weights that nothing was in flight to

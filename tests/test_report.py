@@ -86,7 +86,8 @@ def result_of(trace: Trace, losses: Sequence[float] | None = None) -> Result:
 def report(path: Path, plan: Plan, simulated: Trace, losses: Sequence[float] | None = None) -> tuple[str, Any]:
     """The written page, and the content read back from it as a browser would."""
     measured = measured_from(simulated)
-    write_report(path, plan=plan, measured=measured, simulated=simulated, result=result_of(measured, losses))
+    result = replace(result_of(measured, losses), staleness=plan.staleness)
+    write_report(path, plan=plan, measured=measured, simulated=simulated, result=result)
     page = path.read_text(encoding="utf-8")
     blocks = re.findall(r'<script type="application/json" id="content">(.*?)</script>', page, re.DOTALL)
     assert len(blocks) == 1

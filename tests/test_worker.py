@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import replica_shares
-from in_threads import CPU, even_plan, looped_plan, profile_of, run_in_threads, uneven_plan, with_batch_size
+from in_threads import (
+    CPU,
+    even_plan,
+    looped_plan,
+    profile_of,
+    recomputing,
+    run_in_threads,
+    uneven_plan,
+    with_batch_size,
+)
 from models import make_job, sgd
 from penstock import Job, Remedy
 from penstock.errors import WorkerError
@@ -283,6 +292,14 @@ def test_looking_ahead_goes_from_the_version_of_the_schedule(schedule: str) -> N
 
     plan = even_plan(profile_of("conv"), (1, 1, 1), schedule, microbatches=4 if schedule == "2bw" else 1)
     check_same_weights(run_in_threads(plan, make), asynchronous_reference(make(), plan))
+
+
+def test_a_stage_that_recomputes_does_so_on_the_weights_that_it_looked_ahead_to() -> None:
+    def make() -> Job:
+        return replace(make_job("conv", samples=41, batch_size=4), remedy=Remedy(look_ahead=1.0))
+
+    plan = even_plan(profile_of("conv"), (1, 1, 1), "pipedream")
+    check_same_weights(run_in_threads(recomputing(plan), make), asynchronous_reference(make(), plan))
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])

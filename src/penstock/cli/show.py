@@ -128,7 +128,7 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("stage", no_wrap=True)
     for column in ("layers", "devices"):
         table.add_column(column, overflow="fold")
-    stale = ("updates\nlate",) if plan.is_asynchronous else ()
+    stale = ("staleness",) if plan.is_asynchronous else ()
     for column in ("in\nflight", *stale, "time", "in", "out", "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     for index, stage in enumerate(answer["stages"]):
@@ -213,9 +213,11 @@ def simulation_answer(plan: Plan, trace: Trace) -> dict[str, Any]:
 
 
 def simulation_table(plan: Plan, trace: Trace) -> RenderableType:
-    late = ", ".join(f"stage {index}: {show_staleness(stage)}" for index, stage in enumerate(plan.staleness))
-    said = [Text(f"updates between a forward and the one with its gradient: {late}")] if plan.is_asynchronous else []
-    return Group(trace_table(trace), *said)
+    table = trace_table(trace)
+    if not plan.is_asynchronous:
+        return table
+    found = ", ".join(f"stage {index}: {show_staleness(stage)}" for index, stage in enumerate(plan.staleness))
+    return Group(table, Text(f"staleness (updates between a forward and the one with its gradient): {found}"))
 
 
 def comparison_table(plan: Plan, measured: Trace, predicted: Trace, result: Result) -> Table:
@@ -228,7 +230,7 @@ def comparison_table(plan: Plan, measured: Trace, predicted: Trace, result: Resu
     table.add_row("samples/s", *_pair(one["samples_per_s"], two["samples_per_s"], "{:.1f}".format))
     if plan.is_asynchronous:
         for index, (steady, found) in enumerate(zip(plan.staleness, result.staleness, strict=False)):
-            table.add_row(f"stage {index}: updates late", show_staleness(steady), show_staleness(found), "")
+            table.add_row(f"stage {index}: staleness", show_staleness(steady), show_staleness(found), "")
     for expected, worker in zip(one["workers"], two["workers"], strict=True):
         table.add_section()
         busy = _pair(expected["utilisation"], worker["utilisation"], "{:.0%}".format)
