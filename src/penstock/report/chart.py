@@ -105,11 +105,15 @@ def _line(line: Line, x_at: _Scale, y_at: _Scale, name_x: float, name_y: float, 
 
 
 def _name_heights(panel: Panel, y_at: _Scale) -> list[float]:
-    """Beside the ends of the lines, and apart from each other."""
+    """Beside the ends of the lines, apart from each other, and above the numbers of the axis while there is room."""
     ends = [y_at(line.points[-1][1]) for line in panel.lines]
     order = sorted(range(len(ends)), key=ends.__getitem__)
     for above, below in pairwise(order):
         ends[below] = max(ends[below], ends[above] + NAME_HEIGHT)
+    lowest = TOP + HEIGHT
+    for place in reversed(order):
+        ends[place] = min(ends[place], lowest)
+        lowest = ends[place] - NAME_HEIGHT
     return ends
 
 

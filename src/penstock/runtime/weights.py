@@ -161,7 +161,7 @@ class Weights:
             del self._versions[self._newest.number]
             self._newest.number += 1
             self._newest.ahead.clear()
-        self._newest.update = {name: self.parameters[name].data - value for name, value in before.items()}
+        self._newest.update = {n: torch.sub(self.parameters[n].data, old, out=old) for n, old in before.items()}
         self._versions[self._newest.number] = self._newest
 
     def _trained_values(self) -> dict[str, Tensor]:
