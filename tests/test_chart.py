@@ -29,6 +29,17 @@ def test_equal_ratios_are_equal_lengths() -> None:
     assert abs((y0 - y1) - 2 * (y2 - y1)) < 0.2
 
 
+def test_equal_differences_are_equal_lengths_where_axes_are_even() -> None:
+    curve = Panel(x_label="x", y_label="y", lines=(Line("a", ((0, 1.5), (500, 2.5), (1000, 3.5))),), even=True)
+    svg = chart_svg([curve], about="a")
+    assert dots(svg) == []
+    (path,) = re.findall(r'class="line" d="M(.*?)"', svg)
+    (x0, y0), (x1, y1), (x2, y2) = (map(float, point.split()) for point in path.split("L"))
+    assert abs((x1 - x0) - (x2 - x1)) < 0.2
+    assert abs((y0 - y1) - (y1 - y2)) < 0.2
+    assert {"0", "1,000", "1.5", "3.5"} <= {e.text for e in ElementTree.fromstring(svg.encode()).iter()}
+
+
 @given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=6))
 def test_every_point_is_inside_the_picture(points: list[tuple[float, float]]) -> None:
     svg = chart_svg([panel(Line("a", tuple(points)))], about="a")

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def test_plan_answers_with_stable_keys(tmp_path: Path) -> None:
         "layers", "first_layer", "last_layer", "devices", "shares", "recompute", "sends", "in_flight",
         "forward_s", "backward_s", "update_s",
         "microbatch_s", "input_bytes", "output_bytes", "parameter_bytes", "memory_bytes", "memory_share",
+        "staleness",
     }  # fmt: skip
     assert (tmp_path / "plan.json").exists()
 
@@ -117,8 +119,21 @@ def test_show_and_simulate_answer_in_json(plan_file: Path) -> None:
     assert json.loads(invoke("show", str(plan_file), "--json").stdout)["cluster"] == "local:2"
     trace = plan_file.with_name("trace.json")
     answer = json.loads(invoke("simulate", str(plan_file), "--output", str(trace), "--json").stdout)
+    stages = codec.load(Plan, plan_file).staleness
+    assert answer.pop("staleness") == [{"mean": stage.mean, "most": stage.most} for stage in stages]
     assert set(answer) == {"origin", "seconds", "samples_per_s", "workers"}
     assert json.loads(invoke("show", str(trace), "--json").stdout) == answer
+
+
+def test_staleness_is_shown_of_asynchronous_plans_alone(tmp_path: Path) -> None:
+    profile = chain_profile([1e-3, 2e-3, 5e-3])
+    plan = plan_of(profile, flat_cluster(3), [[0], [1], [2]], [1, 1, 1], schedule="pipedream")
+    shown = table_of(plan, tmp_path / "plan.json")
+    assert "staleness" in shown
+    assert [row[3:5] for row in cells(shown)] == [["3", "2"], ["2", "1"], ["1", "0"]]
+    played = invoke("simulate", str(tmp_path / "plan.json")).output
+    assert "stage 0: 2, stage 1: 1, stage 2: 0" in " ".join(played.split())
+    assert "staleness" not in table_of(replace(plan, schedule="1f1b", microbatches=2), tmp_path / "plan.json")
 
 
 def cells(output: str) -> list[list[str]]:

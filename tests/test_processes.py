@@ -89,8 +89,11 @@ def test_train_leaves_trace_result_checkpoint_and_report(tmp_path: Path) -> None
     run = RunDirectory(tmp_path / "run")
     shown = penstock("train", job, plan, "--run-dir", run.path, "--checkpoint-every", 4)
     assert "predicted against measured" in shown.stdout
+    assert "stage 1: staleness" in shown.stdout
     assert run.report.exists()
     loaded, trace, result = run.load()
+    # four parts, of 4, 2, 4 and 2 microbatches: in each, the first finds weights that nothing was in flight to
+    assert [stage.microbatches for stage in result.staleness] == [(4, 4, 4), (12,)]
     assert result.samples == 46
     assert len(result.losses) == 12
     assert loaded.stages == even_plan(profile_of("conv"), (1, 2), "pipedream").stages

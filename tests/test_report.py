@@ -21,10 +21,11 @@ from penstock.plan import Plan, Stage
 from penstock.planner import make_plan
 from penstock.profile import LayerSeconds, Profile
 from penstock.report import content, write_report
+from penstock.report.content import report_content
 from penstock.report.drawing import inline_svg
 from penstock.report.drawing import style as drawing_style
 from penstock.run import EdgeError, Result
-from penstock.schedule import Action, Kind
+from penstock.schedule import Action, Kind, Staleness
 from penstock.simulate import simulate
 from penstock.trace import Event, Trace
 
@@ -91,7 +92,7 @@ def report(
 ) -> tuple[str, Any]:
     """The written page, and the content read back from it as a browser would."""
     measured = measured_from(simulated)
-    result = replace(result_of(measured, losses), compression=compression)
+    result = replace(result_of(measured, losses), compression=compression, staleness=plan.staleness)
     write_report(path, plan=plan, measured=measured, simulated=simulated, result=result)
     page = path.read_text(encoding="utf-8")
     blocks = re.findall(r'<script type="application/json" id="content">(.*?)</script>', page, re.DOTALL)
@@ -136,6 +137,18 @@ def test_content_holds_the_numbers_of_both_traces(tmp_path: Path, plan: Plan, si
         assert 1.0 <= row["seconds"]["F"]["ratio"] <= 1.2
     assert sum(stage["layers"] for stage in data["plan"]["stages"]) == len(data["plan"]["layers"]) == 12
     assert data["loss"]["final"] == pytest.approx(1 / 60)
+
+
+def test_staleness_is_set_beside_what_the_schedule_makes_it(tmp_path: Path, plan: Plan, simulated: Trace) -> None:
+    measured = measured_from(simulated)
+    stages = len(plan.stages)
+    found = tuple(Staleness.counted({0: 1, stages - 1 - i: 29}) for i in range(stages))
+    result = replace(result_of(measured), staleness=found)
+    write_report(tmp_path / "report.html", plan=plan, measured=measured, simulated=simulated, result=result)
+    rows = report_content(plan=plan, measured=measured, simulated=simulated, result=result)["staleness"]
+    assert [row["predicted"] for row in rows] == [stage.mean for stage in plan.staleness]
+    assert [row["most"] for row in rows] == list(range(stages - 1, -1, -1))
+    assert rows[-1] == {"predicted": 0.0, "measured": 0.0, "most": 0, "microbatches": (29,)}
 
 
 def test_packed_events_are_those_of_the_trace(tmp_path: Path, plan: Plan, simulated: Trace) -> None:

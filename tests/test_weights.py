@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Scale, sgd
+from penstock.remedy import Remedy
 from penstock.runtime.weights import Weights
 
 # (module, input, whether its backward for the input reads the weights)
@@ -99,6 +100,36 @@ def test_versions_in_flight_keep_their_values() -> None:
         weights.step()
     assert [float(version.leaves["w"].detach()[0]) for version in held] == [1.0, 0.5, 0.0, -0.5]
     assert float(weights.parameters["w"].detach()[0]) == -1.0
+
+
+def test_who_looks_equally_far_ahead_of_a_version_shares_its_leaves_and_no_other_sees_them() -> None:
+    weights = Weights(
+        {"w": nn.Parameter(torch.ones(1000))},
+        lambda named: torch.optim.SGD(named, lr=0.5),
+        remedy=Remedy(look_ahead=1.0),
+    )
+    assert weights.acquire(staleness=2).leaves["w"][0] == 1.0  # no update yet to go on from
+    for _ in range(2):
+        give_gradient(weights)
+        weights.step()
+    once, again, further, plain = (weights.acquire(staleness=ahead) for ahead in (1, 1, 3, 0))
+    assert once is again
+    assert [float(each.leaves["w"].detach()[0]) for each in (once, further, plain)] == [-0.5, -1.5, 0.0]
+    give_gradient(weights)
+    weights.step()
+    assert [float(each.leaves["w"].detach()[0]) for each in (once, further, plain)] == [-0.5, -1.5, 0.0]
+
+
+def test_a_step_counts_the_updates_since_the_forwards_whose_gradients_it_applies() -> None:
+    weights = one_parameter()
+    held = [weights.acquire() for _ in range(3)]
+    for version in held:
+        weights.finish(version)
+        give_gradient(weights)
+        weights.step()
+    weights.release(weights.acquire())  # without a backward: nobody's gradient
+    weights.step()
+    assert weights.staleness == {0: 1, 1: 1, 2: 1}
 
 
 def test_gradients_accumulate_over_a_round_with_their_scales() -> None:

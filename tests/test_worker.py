@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +21,13 @@ from in_threads import (
     even_plan,
     looped_plan,
     profile_of,
+    recomputing,
     run_in_threads,
     uneven_plan,
     with_batch_size,
 )
-from models import make_job
-from penstock import Job
+from models import make_job, sgd
+from penstock import Job, Remedy
 from penstock.errors import WorkerError
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, capture_for_plan, make_epoch
@@ -33,7 +35,7 @@ from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
 from penstock.runtime.precision import autocast_for
 from penstock.sampling import Epoch
-from penstock.schedule import Action, Kind
+from penstock.schedule import Action, Kind, Schedule
 
 REPLICATIONS = [(1,), (2,), (1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (2, 3), (1, 1, 1)]
 SHARES = [
@@ -225,7 +227,7 @@ def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
     gradients: dict[int, dict[str, Tensor]] = {}
     done = [0] * len(plan.stages)
     for microbatch in range(len(epoch.samples)):
-        mix = {n: t for s, names in enumerate(history) for n, t in names[schedule.versions[s][microbatch]].items()}
+        mix = {n: t for s in range(len(owned)) for n, t in expected_weights(job, schedule, s, microbatch, history[s])}
         leaves = {n: t.clone().requires_grad_() for n, t in mix.items()}
         inputs, target = load_microbatch(job, epoch, microbatch)
         args, kwargs = call_arguments(inputs)
@@ -240,10 +242,109 @@ def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
                 for name in names:
                     parameters[name].grad = sum(gradients[m][name] * (epoch.samples[m] / total) for m in members)
                 if optimizers[stage] is not None:
-                    optimizers[stage].step()
+                    step_at_lowered_rate(
+                        job, optimizers[stage], max(schedule.staleness(stage, m) for m in members), members[0]
+                    )
                 history[stage].append({n: parameters[n].detach().clone() for n in names})
                 done[stage] += 1
     return parameters
+
+
+def expected_weights(
+    job: Job, schedule: Schedule, stage: int, microbatch: int, history: list[dict[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Of the schedule's version; or with look-ahead where momentum would carry them until the gradient is applied."""
+    version = schedule.versions[stage][microbatch]
+    for name, weight in history[version].items():
+        expected = weight
+        if version and job.remedy is not None:
+            move = weight - history[version - 1][name]
+            for _ in range(schedule.staleness(stage, microbatch)):
+                move = move * job.remedy.look_ahead
+                expected = expected + move
+        yield name, expected
+
+
+def step_at_lowered_rate(job: Job, optimizer: torch.optim.Optimizer, staleness: int, microbatch: int) -> None:
+    """PipeMare's rule, for one microbatch to a minibatch."""
+    (group,) = optimizer.param_groups
+    own = group["lr"]
+    if job.remedy is not None and job.remedy.rate_steps:
+        group["lr"] = own / (1 + staleness) ** (1 - min(microbatch / job.remedy.rate_steps, 1))
+    optimizer.step()
+    group["lr"] = own
+
+
+REMEDIES = {
+    "learning rates": Remedy(rate_steps=15),
+    "prediction": Remedy(look_ahead=1.0),
+    "look-ahead": Remedy(look_ahead=0.9),
+    "both": Remedy(rate_steps=20, look_ahead=0.5),
+}
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3)  # a bias before batch norm has a gradient of rounding alone
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam], ids=["sgd", "adam"])
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (1, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("remedy", REMEDIES.values(), ids=REMEDIES)
+def test_a_remedy_is_what_it_says(remedy: Remedy, replicas: tuple[int, ...], optimizer: Any) -> None:
+    def make(remedy: Remedy | None = remedy) -> Job:
+        return replace(make_job("conv", samples=101, batch_size=4), optimizer=optimizer, remedy=remedy)
+
+    plan = even_plan(profile_of("conv"), replicas, "pipedream")
+    expected = asynchronous_reference(make(), plan)
+    check_same_weights(run_in_threads(plan, make), expected)
+    without = asynchronous_reference(make(None), plan)
+    assert not all(torch.allclose(expected[name], without[name], rtol=1e-3, atol=1e-4) for name in expected)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "2bw"])
+def test_looking_ahead_goes_from_the_version_of_the_schedule(schedule: str) -> None:
+    def make() -> Job:
+        return replace(make_job("conv", samples=101, batch_size=4), remedy=Remedy(look_ahead=0.9))
+
+    plan = even_plan(profile_of("conv"), (1, 1, 1), schedule, microbatches=4 if schedule == "2bw" else 1)
+    check_same_weights(run_in_threads(plan, make), asynchronous_reference(make(), plan))
+
+
+def test_a_stage_that_recomputes_does_so_on_the_weights_that_it_looked_ahead_to() -> None:
+    def make() -> Job:
+        return replace(make_job("conv", samples=41, batch_size=4), remedy=Remedy(look_ahead=1.0))
+
+    plan = even_plan(profile_of("conv"), (1, 1, 1), "pipedream")
+    check_same_weights(run_in_threads(recomputing(plan), make), asynchronous_reference(make(), plan))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_stages_that_share_a_weight_keep_it_equal_under_a_remedy(schedule: str) -> None:
+    def make() -> Job:
+        return replace(make_job("tied", samples=101, batch_size=4), remedy=REMEDIES["both"])
+
+    plan = even_plan(profile_of("tied"), (1, 1, 1), schedule, microbatches=4 if schedule == "2bw" else 1)
+    found: dict[str, Tensor] = {}
+    for assembly in run_in_threads(plan, make):
+        for stage in assembly.worker.stages.values():
+            for name, parameter in stage.weights.parameters.items():
+                torch.testing.assert_close(parameter.data, found.setdefault(name, parameter.data))
+
+
+@pytest.mark.parametrize("remedy", REMEDIES.values(), ids=REMEDIES)
+def test_a_remedy_changes_nothing_where_no_gradient_is_stale(remedy: Remedy) -> None:
+    def make(remedy: Remedy | None = remedy) -> Job:
+        return replace(make_job("conv", samples=23, batch_size=4), remedy=remedy)
+
+    for plan in (
+        even_plan(profile_of("conv"), (1, 1), "1f1b", microbatches=2),
+        even_plan(profile_of("conv"), (1,), "pipedream"),
+    ):
+        with_it, without = (run_in_threads(plan, functools.partial(make, each)) for each in (remedy, None))
+        for one, other in zip(with_it, without, strict=True):
+            for index, stage in one.worker.stages.items():
+                for name, parameter in stage.weights.parameters.items():
+                    assert torch.equal(parameter, other.worker.stages[index].weights.parameters[name])
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "vertical", "2bw"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from penstock.errors import JobError
+from penstock.remedy import Remedy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,6 +86,8 @@ class Job:
     """run each stage through torch.compile"""
     precision: Precision = "float32"
     """what a stage computes in, by torch.autocast; weights stay as they are. fp16 is for synchronous schedules"""
+    remedy: Remedy | None = None
+    """what is done about stale gradients, for asynchronous schedules; others have none"""
 
     @property
     def updates_together(self) -> bool:
@@ -117,6 +120,8 @@ class Job:
             )
         if self.precision not in get_args(Precision):
             raise JobError(f"Job.precision is {self.precision!r}; choose 'float32', 'bf16' or 'fp16'")
+        if self.remedy is not None and not isinstance(self.remedy, Remedy):
+            raise JobError(f"Job.remedy is {self.remedy!r}; give a penstock.Remedy, or None")
         if not hasattr(self.data, "__len__") or not hasattr(self.data, "__getitem__"):
             raise JobError("Job.data has no length or no items by index; give a map-style dataset (or a list)")
         if len(self.data) < 1:

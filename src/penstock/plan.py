@@ -13,7 +13,17 @@ from penstock.cluster import Cluster
 from penstock.compression import check_compression, coarsest
 from penstock.errors import PlanError
 from penstock.profile import Profile
-from penstock.schedule import Action, Kind, Pipeline, Schedule, build_schedule, check_layout, family
+from penstock.schedule import (
+    Action,
+    Kind,
+    Pipeline,
+    Schedule,
+    Staleness,
+    build_schedule,
+    check_layout,
+    family,
+    staleness_of,
+)
 from penstock.schedule.custom import check_custom, parse_custom
 
 SYNC_POLICIES = ("all-reduce",)
@@ -176,6 +186,18 @@ class Plan:
         """The action lists for minibatches of these numbers of microbatches."""
         depths = [stage.in_flight for stage in self.stages]
         return build_schedule(self.schedule, self.pipeline, minibatches, depths, self._custom_programs)
+
+    @cached_property
+    def staleness(self) -> tuple[Staleness, ...]:
+        """Of each stage once the pipeline is full, over microbatches among which every replica has its turn."""
+        if not self.is_asynchronous:
+            return (Staleness((self.microbatches,)),) * len(self.stages)
+        sizes = self.pipeline.round_sizes
+        turn = max(self.microbatches, min(math.lcm(*sizes), 4 * max(sizes)))
+        filling = max(size * stage.in_flight for size, stage in zip(sizes, self.stages, strict=True))
+        minibatches = -(-(filling + turn) // self.microbatches) + 2
+        schedule = self.schedule_for([self.microbatches] * minibatches)
+        return staleness_of(schedule, range(schedule.microbatches - turn, schedule.microbatches))
 
     @cached_property
     def _custom_programs(self) -> tuple[tuple[Action, ...], ...]:

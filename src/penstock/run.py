@@ -10,6 +10,7 @@ from typing import ClassVar
 from penstock import codec
 from penstock.errors import FormatError
 from penstock.plan import Plan
+from penstock.schedule import Staleness
 from penstock.trace import Trace
 
 INDEX = "checkpoint.json"
@@ -64,6 +65,8 @@ class Result:
     stopped_early: bool = False
     compression: tuple[EdgeError, ...] = ()
     """of each edge whose values travelled compressed, what that lost"""
+    staleness: tuple[Staleness, ...] = ()
+    """of each stage, as its weights met the gradients"""
 
     FORMAT: ClassVar[str] = "penstock.result/1"
 

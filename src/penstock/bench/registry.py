@@ -5,13 +5,15 @@ from __future__ import annotations
 from penstock.bench.rows import Findings
 from penstock.errors import JobError
 
-NAMES = ("planner", "profile", "runtime", "table1")
-DRAWN = ("planner",)
+NAMES = ("accuracy", "planner", "profile", "runtime", "table1")
+DRAWN = ("accuracy", "planner")
 """Those whose findings have a drawing."""
 
 
 def run_benchmark(name: str) -> Findings:
-    if name == "planner":
+    if name == "accuracy":
+        from penstock.bench.accuracy import run
+    elif name == "planner":
         from penstock.bench.planner import run
     elif name == "profile":
         from penstock.bench.profile import run

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -263,11 +264,13 @@ def simulate(
     """Play a plan's actions with the profile's costs: throughput and how busy each worker is."""
     from penstock.simulate import simulate as play
 
-    trace = play(codec.load(Plan, plan), minibatches)
+    loaded = codec.load(Plan, plan)
+    trace = play(loaded, minibatches)
     if output is not None:
         codec.save(trace, output)
     note = f"trace written to {output}" if output else ""
-    _answer(shown.trace_answer(trace), as_json, lambda: shown.trace_table(trace), note)
+    answer = shown.simulation_answer(loaded, trace)
+    _answer(answer, as_json, lambda: shown.simulation_table(loaded, trace), note)
 
 
 @app.command(
@@ -324,12 +327,12 @@ def train(
         codec.save(made, directory.plan)
         plan = directory.plan
     workers.train(job, plan, options)
-    _, trace, result = directory.load()
+    made, trace, result = directory.load()
     comparison = write_report_of(directory)
     _answer(
         result,
         as_json,
-        lambda: shown.run_table(trace, comparison, result),
+        lambda: shown.run_table(made, trace, comparison, result),
         "\n".join(
             [
                 *(str(evaluation) for evaluation in result.evaluations[-1:]),
@@ -362,16 +365,19 @@ def report(
 ) -> None:
     """Write the HTML report of a run: timeline, predicted against measured, plan, loss."""
     directory = RunDirectory(run)
-    _, trace, result = directory.load()
+    plan, trace, result = directory.load()
     comparison = write_report_of(directory)
     answer = {"report": str(directory.report), **shown.trace_answer(trace)}
-    _answer(answer, as_json, lambda: shown.run_table(trace, comparison, result), f"report {directory.report}")
+    table = partial(shown.run_table, plan, trace, comparison, result)
+    _answer(answer, as_json, table, f"report {directory.report}")
 
 
 @app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="planner, profile, runtime or table1 (PipeDream's)")],
-    svg: Annotated[Path | None, typer.Option(help="where to draw how planning grows, with planner")] = None,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="accuracy, planner, profile, runtime or table1 (PipeDream's)")
+    ],
+    svg: Annotated[Path | None, typer.Option(help="where to draw what was found, with accuracy and planner")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure Penstock on this machine, beside its peers; or set its plans beside published ones."""

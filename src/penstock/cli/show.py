@@ -21,7 +21,7 @@ from penstock.plan import Plan
 from penstock.profile import Profile
 from penstock.report.stages import bottleneck_text, show_memory
 from penstock.run import EdgeError, Result
-from penstock.schedule import Action, Kind
+from penstock.schedule import Action, Kind, Staleness
 from penstock.survey import LevelFindings, Survey
 from penstock.trace import Trace
 from penstock.units import show_bytes, show_numbers, show_seconds, write_bytes, write_bytes_per_s, write_seconds
@@ -107,7 +107,13 @@ def _stage_answer(costs: PlanCosts, index: int) -> dict[str, Any]:
         "parameter_bytes": costs.model.parameter_bytes(stage.layers),
         "memory_bytes": costs.stage_memory_bytes(index),
         "memory_share": costs.memory_share(index),
+        "staleness": staleness_answer(plan.staleness[index]),
     }
+
+
+def staleness_answer(staleness: Staleness) -> dict[str, float]:
+    """Updates between a microbatch's forward and that with its gradient."""
+    return {"mean": staleness.mean, "most": staleness.most}
 
 
 def plan_table(plan: Plan) -> Table:
@@ -123,7 +129,8 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("stage", no_wrap=True)
     for column in ("layers", "devices"):
         table.add_column(column, overflow="fold")
-    for column in ("in\nflight", "time", "in", "out", "memory"):
+    stale = ("staleness",) if plan.is_asynchronous else ()
+    for column in ("in\nflight", *stale, "time", "in", "out", "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     for index, stage in enumerate(answer["stages"]):
         ends = (stage["first_layer"], stage["last_layer"])
@@ -133,12 +140,19 @@ def plan_table(plan: Plan) -> Table:
             + (", recomputed" if stage["recompute"] else ""),
             _devices(stage),
             str(stage["in_flight"]),
+            *(show_staleness(plan.staleness[index]) for _ in stale),
             show_seconds(stage["microbatch_s"]),
             show_bytes(stage["input_bytes"]),
             show_bytes(stage["output_bytes"]) + ("" if stage["sends"] == "exact" else f" {stage['sends']}"),
             show_memory(costs, index),
         )
     return table
+
+
+def show_staleness(staleness: Staleness) -> str:
+    """The mean, and the most where it is more."""
+    most = f" (most {staleness.most})" if staleness.mean < staleness.most else ""
+    return f"{staleness.mean:.3g}{most}"
 
 
 def _devices(stage: dict[str, Any]) -> str:
@@ -196,27 +210,43 @@ def trace_table(trace: Trace) -> Table:
     return table
 
 
-def comparison_table(measured: Trace, predicted: Trace) -> Table:
-    """Predicted against measured, worker by worker."""
+def simulation_answer(plan: Plan, trace: Trace) -> dict[str, Any]:
+    return {**trace_answer(trace), "staleness": [staleness_answer(stage) for stage in plan.staleness]}
+
+
+def simulation_table(plan: Plan, trace: Trace) -> RenderableType:
+    table = trace_table(trace)
+    if not plan.is_asynchronous:
+        return table
+    found = ", ".join(f"stage {index}: {show_staleness(stage)}" for index, stage in enumerate(plan.staleness))
+    return Group(table, Text(f"staleness (updates between a forward and the one with its gradient): {found}"))
+
+
+def comparison_table(plan: Plan, measured: Trace, predicted: Trace, result: Result) -> Table:
+    """Predicted against measured, stage by stage and worker by worker."""
     table = Table(box=box.SIMPLE_HEAD, title="predicted against measured")
     table.add_column("what")
     for column in ("predicted", "measured", "measured / predicted"):
         table.add_column(column, justify="right")
     one, two = trace_answer(predicted), trace_answer(measured)
     table.add_row("samples/s", *_pair(one["samples_per_s"], two["samples_per_s"], "{:.1f}".format))
-    for expected, found in zip(one["workers"], two["workers"], strict=True):
+    if plan.is_asynchronous:
+        for index, (steady, found) in enumerate(zip(plan.staleness, result.staleness, strict=False)):
+            table.add_row(f"stage {index}: staleness", show_staleness(steady), show_staleness(found), "")
+    for expected, worker in zip(one["workers"], two["workers"], strict=True):
         table.add_section()
-        table.add_row(f"{found['name']}: busy", *_pair(expected["utilisation"], found["utilisation"], "{:.0%}".format))
+        busy = _pair(expected["utilisation"], worker["utilisation"], "{:.0%}".format)
+        table.add_row(f"{worker['name']}: busy", *busy)
         for kind in expected["median_s"]:
-            if kind in found["median_s"]:
-                cells = _pair(expected["median_s"][kind], found["median_s"][kind], show_seconds)
-                table.add_row(f"{found['name']}: {kind}", *cells)
+            if kind in worker["median_s"]:
+                cells = _pair(expected["median_s"][kind], worker["median_s"][kind], show_seconds)
+                table.add_row(f"{worker['name']}: {kind}", *cells)
     return table
 
 
-def run_table(measured: Trace, predicted: Trace, result: Result) -> RenderableType:
+def run_table(plan: Plan, measured: Trace, predicted: Trace, result: Result) -> RenderableType:
     """Predicted against measured, and what compression lost where there was any."""
-    table = comparison_table(measured, predicted)
+    table = comparison_table(plan, measured, predicted, result)
     return Group(table, _compression_table(result.compression)) if result.compression else table
 
 

@@ -1,4 +1,4 @@
-"""Lines over logarithmic axes, as an SVG file that follows the reader's light or dark mode."""
+"""Lines over logarithmic or even axes, as an SVG file that follows the reader's light or dark mode."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ WIDTH, HEIGHT = 250.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 112.0, 20.0, 52.0
 """around it, for numbers, names and the axes' labels"""
 NAME_HEIGHT = 15.0
-COLOURS = 5
+COLOURS = 6
+STEPS = 6
+"""about how many an even axis has"""
 
 
 @dataclass(frozen=True)
 class Line:
     name: str
     points: tuple[tuple[float, float], ...]
-    """(x, y), both above 0"""
+    """(x, y), both above 0 where axes are logarithmic"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class Panel:
     x_label: str
     y_label: str
     lines: tuple[Line, ...]
+    even: bool = False
+    """axes in equal steps, and no mark at every point: for curves"""
 
 
 def chart_svg(panels: Sequence[Panel], *, about: str) -> str:
@@ -50,23 +54,28 @@ def chart_svg(panels: Sequence[Panel], *, about: str) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Where numbers are on a logarithmic axis."""
+    """Where numbers are on an axis."""
 
     low: float
     high: float
     start: float
     end: float
+    even: bool
 
     def __call__(self, number: float) -> float:
-        share = math.log(number / self.low) / math.log(self.high / self.low)
+        if self.even:
+            share = (number - self.low) / (self.high - self.low)
+        else:
+            share = math.log(number / self.low) / math.log(self.high / self.low)
         return self.start + share * (self.end - self.start)
 
 
 def _panel(panel: Panel, left: float) -> Iterator[str]:
     points = [point for line in panel.lines for point in line.points]
-    columns, rows = sorted({x for x, _ in points}), _round_numbers([y for _, y in points])
-    x_at = _scale(columns, left, left + WIDTH)
-    y_at = _scale(rows, TOP + HEIGHT, TOP)
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    columns, rows = (_even_numbers(xs), _even_numbers(ys)) if panel.even else (sorted(set(xs)), _round_numbers(ys))
+    x_at = _scale(columns, left, left + WIDTH, even=panel.even)
+    y_at = _scale(rows, TOP + HEIGHT, TOP, even=panel.even)
     for number in rows:
         y = px(y_at(number))
         yield f'<path class="grid" d="M{px(left)} {y}H{px(left + WIDTH)}"/>'
@@ -82,31 +91,44 @@ def _panel(panel: Panel, left: float) -> Iterator[str]:
     yield f'<text class="axis" text-anchor="middle" x="{x}" y="{y}" {turned}>{safe_text(panel.y_label)}</text>'
     for index, (line, name_y) in enumerate(zip(panel.lines, _name_heights(panel, y_at), strict=True)):
         yield f'<g class="l{index % COLOURS}">'
-        yield from _line(line, x_at, y_at, left + WIDTH + 8, name_y)
+        yield from _line(line, x_at, y_at, left + WIDTH + 8, name_y, marked=not panel.even)
         yield "</g>"
 
 
-def _line(line: Line, x_at: _Scale, y_at: _Scale, name_x: float, name_y: float) -> Iterator[str]:
+def _line(line: Line, x_at: _Scale, y_at: _Scale, name_x: float, name_y: float, *, marked: bool) -> Iterator[str]:
     path = "L".join(f"{px(x_at(x))} {px(y_at(y))}" for x, y in line.points)
     yield f'<path class="line" d="M{path}"/>'
-    for x, y in line.points:
+    for x, y in line.points if marked else ():
         tip = safe_text(f"{line.name}, {x:,g}: {y:.3g}")
         yield f'<circle class="dot" cx="{px(x_at(x))}" cy="{px(y_at(y))}" r="4"><title>{tip}</title></circle>'
     yield f'<text class="name" x="{px(name_x)}" y="{px(name_y + 4)}">{safe_text(line.name)}</text>'
 
 
 def _name_heights(panel: Panel, y_at: _Scale) -> list[float]:
-    """Beside the ends of the lines, and apart from each other."""
+    """Beside the ends of the lines, apart from each other, and above the numbers of the axis while there is room."""
     ends = [y_at(line.points[-1][1]) for line in panel.lines]
     order = sorted(range(len(ends)), key=ends.__getitem__)
     for above, below in pairwise(order):
         ends[below] = max(ends[below], ends[above] + NAME_HEIGHT)
+    lowest = TOP + HEIGHT
+    for place in reversed(order):
+        ends[place] = min(ends[place], lowest)
+        lowest = ends[place] - NAME_HEIGHT
     return ends
 
 
-def _scale(numbers: Sequence[float], start: float, end: float) -> _Scale:
+def _scale(numbers: Sequence[float], start: float, end: float, *, even: bool) -> _Scale:
     low, high = numbers[0], numbers[-1]
-    return _Scale(low, high, start, end) if low < high else _Scale(low / 2, high * 2, start, end)
+    return _Scale(low, high, start, end, even) if low < high else _Scale(low / 2, high * 2, start, end, even)
+
+
+def _even_numbers(numbers: Sequence[float]) -> list[float]:
+    """Round numbers in equal steps, from one at or below all numbers to one at or above."""
+    span = max(numbers) - min(numbers) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / STEPS))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= span / STEPS)
+    first, last = math.floor(min(numbers) / step), math.ceil(max(numbers) / step)
+    return [float(f"{index * step:.12g}") for index in range(first, max(last, first + 1) + 1)]
 
 
 def _round_numbers(numbers: Sequence[float]) -> list[float]:

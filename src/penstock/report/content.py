@@ -43,6 +43,7 @@ def report_content(*, plan: Plan, measured: Trace, simulated: Trace, result: Res
         "comparison": _comparison(plan, measured, simulated),
         "traces": [_timeline(measured), _timeline(simulated)],
         "plan": _plan(plan),
+        "staleness": _staleness(plan, result),
         "loss": _loss_curve(result.losses),
         "compression": codec.encode(result.compression),
     }
@@ -169,6 +170,19 @@ def _layers(costs: PlanCosts, index: int) -> list[dict[str, Any]]:
 def _in_order(plan: Plan, stage: Stage) -> list[int]:
     own = set(stage.layers)
     return [layer for layer in plan.profile.graph.order if layer in own]
+
+
+def _staleness(plan: Plan, result: Result) -> list[dict[str, Any]]:
+    """Of each stage: updates between a forward and the one with its gradient, and how many microbatches had each."""
+    return [
+        {
+            "predicted": predicted.mean,
+            "measured": measured.mean,
+            "most": measured.most,
+            "microbatches": measured.microbatches,
+        }
+        for predicted, measured in zip(plan.staleness, result.staleness, strict=False)
+    ]
 
 
 def _loss_curve(losses: Sequence[float | None]) -> dict[str, Any]:

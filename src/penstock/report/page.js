@@ -230,6 +230,30 @@ function fillCompression() {
   ))));
 }
 
+// ---- staleness
+
+// A bar for each number of updates, as long as its share of the microbatches.
+function shares(microbatches) {
+  const total = microbatches.reduce((sum, count) => sum + count);
+  return microbatches.flatMap((count, updates) => {
+    if (!count) return [];
+    const bar = element("span", "share");
+    bar.style.width = `${(count / total) * 100}px`;
+    return [element("div", "shares", `${updates}: `, bar, ` ${count.toLocaleString("en")}`)];
+  });
+}
+
+function fillStaleness() {
+  const stages = content.staleness;
+  byId("staleness-card").hidden = stages.length === 0;
+  const names = ["Stage", "Predicted mean", "Measured mean", "Most", "Microbatches by updates"];
+  const head = row(...names.map((name, index) => heading(name, { className: index === 4 ? "text" : "" })));
+  byId("staleness").append(table("narrow", [head], stages.map((stage, index) => row(
+    rowHeading(String(index)), cell(stage.predicted.toFixed(2), "quiet"), cell(stage.measured.toFixed(2)), cell(String(stage.most)),
+    element("td", "text", ...shares(stage.microbatches)),
+  ))));
+}
+
 // ---- loss
 
 function fillLossNote() {
@@ -260,6 +284,7 @@ fillFigures();
 fillComparison();
 fillPlan();
 fillCompression();
+fillStaleness();
 fillLossNote();
 tipTitles(document.querySelector(".plan"));
 scrollToFirstBlock(document.querySelector(".drawing"));

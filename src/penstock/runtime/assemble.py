@@ -143,6 +143,8 @@ class Assembly:
             first_microbatch=first_microbatch,
             first_round=first_round,
             scheduler_steps=self._scheduler_steps(epoch),
+            minibatches_before=epoch.minibatches_before,
+            remedy=self.job.remedy,
         )
 
     def _scheduler_steps(self, epoch: Epoch) -> tuple[int, ...]:
@@ -235,7 +237,7 @@ def _own_stages(
             index=index,
             module=StageModule(
                 section,
-                Weights(parameters, optimizer, job.scheduler),
+                Weights(parameters, optimizer, job.scheduler, job.remedy if plan.is_asynchronous else None),
                 lambda output, target: job.loss(rebuild(output), target),
                 recompute=plan.stages[index].recompute,
                 in_halves=plan.takes_halves,

@@ -155,6 +155,7 @@ class _EvaluationStage(StageModule):
         received: Mapping[str, Tensor],
         target: Any,
         version_number: int | None = None,
+        staleness: int = 0,
     ) -> dict[str, Tensor]:
         arguments = [inputs[position] for position in self.section.reads]
         arguments += [received[name] for name in self.section.receives]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,8 +69,9 @@ class Optimizers:
         self.schedulers = tuple(_scheduler(make_scheduler, o) for o in self.optimizers) if make_scheduler else ()
         self._count = 0
 
-    def step(self, count: int) -> None:
-        """Update with the parameters' gradients, at the rate that holds after ``count`` steps of the scheduler."""
+    def step(self, count: int, rate: float = 1.0) -> None:
+        """Update with the parameters' gradients, at ``rate`` times the learning rate after ``count`` steps of the
+        scheduler."""
         if self.schedulers and self._count == 0 < count:
             with warnings.catch_warnings():  # on resuming, a scheduler does step before its optimizer
                 warnings.simplefilter("ignore", UserWarning)
@@ -77,7 +79,8 @@ class Optimizers:
         else:
             self._catch_up(count)
         for optimizer in self.optimizers:
-            optimizer.step()
+            with _at_rate(optimizer, rate):
+                optimizer.step()
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         for optimizer in self.optimizers:
@@ -97,6 +100,20 @@ class Optimizers:
             for _ in range(self._count, count):
                 scheduler.step()
         self._count = count
+
+
+@contextmanager
+def _at_rate(optimizer: Optimizer, rate: float) -> Iterator[None]:
+    """For one update only: what the scheduler made of the learning rate stays its own."""
+    if rate == 1.0:
+        yield
+        return
+    own = [group["lr"] for group in optimizer.param_groups]
+    for group, learning_rate in zip(optimizer.param_groups, own, strict=True):
+        group["lr"] = learning_rate * rate
+    yield
+    for group, learning_rate in zip(optimizer.param_groups, own, strict=True):
+        group["lr"] = learning_rate
 
 
 def _scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:

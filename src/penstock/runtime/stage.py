@@ -80,12 +80,13 @@ class StageModule:
         received: Mapping[str, Tensor],
         target: Any,
         version_number: int | None = None,
+        staleness: int = 0,
     ) -> dict[str, Tensor]:
         """Compute on a version of the weights, the newest if none is named, and return the values that other stages
-        read, by name. What is received must be leaf tensors."""
+        read, by name. What is received must be leaf tensors. ``staleness`` is what the gradient's will be."""
         leaves = {name: received[name] for name in self.section.receives}
         arguments = [inputs[position] for position in self.section.reads] + list(leaves.values())
-        version, later = self.weights.acquire(version_number), PutOff()
+        version, later = self.weights.acquire(version_number, staleness), PutOff()
         if self._recorder is None:
             made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target, later)
             self._in_flight[microbatch] = _InFlight(version, leaves, lambda: made, later)
@@ -140,7 +141,7 @@ class StageModule:
         half = self._half_done.pop(microbatch)
         if half.later:
             self.weights.backward(half.version, half.later.make, half.scale, half.round_number)
-        self.weights.release(half.version)
+        self.weights.finish(half.version, half.round_number)
 
     def backward_input(
         self,

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ from penstock.runtime.state import state_of
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.transport import short_reason
 from penstock.sampling import Epoch
-from penstock.schedule import Action, Kind
+from penstock.schedule import Action, Kind, Staleness
 from penstock.trace import Event, merge
 
 MOST_AT_ONCE = 100_000
@@ -279,6 +279,7 @@ class _Training:
         links = self._gather("links", {f"{low}-{high}": name for (low, high), name in self.links.chosen.items()})
         kinds = self._gather("kinds", device_kind(self.worker.device))
         lost = self._gather("compression", [[*key, errors] for key, errors in self.worker.mailbox.meter.errors.items()])
+        ages = self._gather("staleness", {i: stage.weights.staleness for i, stage in self.worker.stages.items()})
         if self.rank == 0:
             parts = [[codec.decode(Event, item) for item in part] for part in events]
             newest = self.run_directory.newest_checkpoint()
@@ -292,6 +293,7 @@ class _Training:
                 evaluations=self.evaluations,
                 stopped_early=self.stopped_early,
                 compression=tuple(edge_errors(self.plan, itertools.chain.from_iterable(lost))),
+                staleness=tuple(_of_stage(ages, index) for index in range(len(self.plan.stages))),
             )
             codec.save(self.plan, self.run_directory.plan)
             codec.save(merge("measured", self.plan.worker_names, self.sizes, parts), self.run_directory.trace)
@@ -309,6 +311,14 @@ def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
         epoch = make_epoch(job, plan, number)
         first = done.minibatches if number == done.epoch else 0
         yield from replace(epoch, first_minibatch=first).parts(most, job.evaluate_every or most)
+
+
+def _of_stage(ages: Sequence[dict[str, dict[str, int]]], stage: int) -> Staleness:
+    """What all replicas of a stage have counted."""
+    total = Counter[int]()
+    for part in ages:
+        total.update({int(age): count for age, count in part.get(str(stage), {}).items()})
+    return Staleness.counted(total)
 
 
 def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | None, ...]:

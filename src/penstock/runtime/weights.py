@@ -5,18 +5,23 @@ leaves. The optimizer works on the stage's parameters, which share memory with t
 comes while that version is still in flight are the weights copied first, so the version that in-flight
 microbatches hold stays as it was. A synchronous schedule, and the last stage of any, never copies.
 
+With a remedy that looks ahead, a stale microbatch runs on leaves that lie further on the way of the version's last
+update; microbatches of one version that look equally far share them.
+
 Replacing ``parameter.data`` under a live graph would not do: convolution, layer norm and multiplication save the
 parameter object and would compute their backward with the new weights, silently.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from penstock.remedy import Remedy
 from penstock.runtime.optimizers import MakeOptimizer, MakeScheduler, Optimizers
 
 
@@ -25,6 +30,10 @@ class Version:
     number: int
     leaves: dict[str, Tensor]
     in_flight: int = 0
+    update: dict[str, Tensor] = field(default_factory=dict)
+    """what the step that made it added, where a remedy looks ahead"""
+    ahead: dict[int, Version] = field(default_factory=dict)
+    """as it is for microbatches so many updates old"""
 
 
 @dataclass(eq=False)
@@ -32,9 +41,14 @@ class Weights:
     parameters: Mapping[str, nn.Parameter]
     make_optimizer: MakeOptimizer
     make_scheduler: MakeScheduler | None = None
+    remedy: Remedy | None = None
+    staleness: Counter[int] = field(init=False, default_factory=Counter)
+    """microbatches by the updates between the version of their forward and the step that applied their gradient"""
     optimizers: Optimizers = field(init=False)
     _rounds: dict[int, dict[str, Tensor]] = field(init=False, default_factory=dict)
     """gradients of those under way, by the version that they will update"""
+    _used: dict[int, list[int]] = field(init=False, default_factory=dict)
+    """versions of the microbatches in those gradients"""
     _newest: Version = field(init=False)
     _versions: dict[int, Version] = field(init=False)
     _oldest: int = field(init=False, default=0)
@@ -57,22 +71,50 @@ class Weights:
         """Of the round that the next step consumes, so far; a parameter that no backward reached is absent."""
         return self._rounds.setdefault(self.version, {})
 
-    def acquire(self, number: int | None = None) -> Version:
-        """A version, the newest if none is named, kept as it is until it is released. None older is asked for again."""
+    def acquire(self, number: int | None = None, staleness: int = 0) -> Version:
+        """A version, the newest if none is named, kept as it is until it is released. None older is asked for again.
+
+        A remedy may have looked ahead from it by what ``staleness``, the updates until the gradient is applied, says.
+        """
         version = self._newest if number is None else self._versions[number]
-        version.in_flight += 1
         self._oldest = version.number
         for each in [each for each in self._versions.values() if each.number < self._oldest]:
             self._forget(each)
+        if self._looks_ahead and staleness > 0 and version.update:
+            version = self._ahead_of(version, staleness)
+        version.in_flight += 1
         return version
 
     def release(self, version: Version) -> None:
         version.in_flight -= 1
         self._forget(version)
 
+    def finish(self, version: Version, round_number: int | None = None) -> None:
+        """Release it after a whole backward into the gradients of a round: that of the next step, if none is named."""
+        self._used.setdefault(self.version if round_number is None else round_number, []).append(version.number)
+        self.release(version)
+
+    @property
+    def _looks_ahead(self) -> bool:
+        return self.remedy is not None and self.remedy.look_ahead > 0
+
+    def _ahead_of(self, version: Version, staleness: int) -> Version:
+        if self.remedy is not None and staleness not in version.ahead:
+            distance = self.remedy.distance(staleness)
+            leaves = {
+                name: torch.add(leaf.detach(), version.update[name], alpha=distance).requires_grad_()
+                if name in version.update
+                else leaf
+                for name, leaf in version.leaves.items()
+            }
+            version.ahead[staleness] = Version(version.number, leaves)
+        return version.ahead[staleness]
+
     def _forget(self, version: Version) -> None:
-        """Unless somebody holds it or may still ask for it."""
-        if version.in_flight == 0 and version is not self._newest and version.number < self._oldest:
+        """Unless somebody holds it or may still ask for it; what looks ahead of one is nobody else's."""
+        if version.in_flight or version is self._newest or self._versions.get(version.number) is not version:
+            return
+        if version.number < self._oldest:
             del self._versions[version.number]
             self._spare.append({name: leaf.detach() for name, leaf in version.leaves.items() if leaf.requires_grad})
 
@@ -99,16 +141,18 @@ class Weights:
             else:
                 gradients[name] = gradient.mul_(scale)
 
-    def step(self, count: int = 0, *, keep: bool = False) -> None:
-        """Update with the round's gradients, at the rate after ``count`` steps of the scheduler; versions in flight
-        keep their values, and so does this one if asked to."""
+    def step(self, count: int = 0, *, keep: bool = False, rate: float = 1.0) -> None:
+        """Update with the round's gradients, at ``rate`` times the learning rate after ``count`` steps of the
+        scheduler; versions in flight keep their values, and so does this one if asked to."""
+        self.staleness.update(self.version - number for number in self._used.pop(self.version, ()))
+        before = self._trained_values() if self._looks_ahead else {}
         keep = keep or self._newest.in_flight > 0
         if keep:
             self._copy_on_write()
         gradients = self._rounds.pop(self.version, {})
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
-        self.optimizers.step(count)
+        self.optimizers.step(count, rate)
         for parameter in self.parameters.values():
             parameter.grad = None
         if keep:
@@ -116,11 +160,16 @@ class Weights:
         else:
             del self._versions[self._newest.number]
             self._newest.number += 1
+            self._newest.ahead.clear()
+        self._newest.update = {n: torch.sub(self.parameters[n].data, old, out=old) for n, old in before.items()}
         self._versions[self._newest.number] = self._newest
 
     def discard_gradients(self) -> None:
         """Those that the next step would consume; it then changes nothing."""
         self._rounds.pop(self.version, None)
+
+    def _trained_values(self) -> dict[str, Tensor]:
+        return {name: p.data.clone() for name, p in self.parameters.items() if p.requires_grad}
 
     def _new_version(self, number: int) -> Version:
         # `.data` and not `.detach()`: the leaf must not share the parameter's version counter, or autograd would

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.remedy import Remedy
 from penstock.runtime.mailbox import Edge, Mailbox
 from penstock.runtime.precision import LossScaler
 from penstock.runtime.stage import StageModule
@@ -50,10 +51,21 @@ class Segment:
     first_round: int = 0
     scheduler_steps: Sequence[int] = ()
     """of each microbatch, how often the learning rate's scheduler has stepped before it; never, if not given"""
+    minibatches_before: Sequence[int] = ()
+    """of each microbatch, how many minibatches of the run come before its own; asked for by a remedy alone"""
+    remedy: Remedy | None = None
 
     def steps_before(self, stage: int, round_index: int) -> int:
         """The scheduler's steps before a round: those before its first microbatch, at every stage alike."""
         return self.scheduler_steps[self.schedule.rounds[stage][round_index]] if self.scheduler_steps else 0
+
+    def rate(self, stage: int, round_index: int) -> float:
+        """What the remedy makes of a round's learning rate, by its oldest gradient; alike where a weight is shared."""
+        if self.remedy is None:
+            return 1.0
+        members, together = self.schedule.round_members(stage, round_index), self.schedule.pipeline.sync_stages[stage]
+        oldest = max(self.schedule.staleness(each, microbatch) for each in together for microbatch in members)
+        return self.remedy.rate(oldest, self.minibatches_before[members.start])
 
     def round_samples(self, stage: int, microbatch: int) -> int:
         """Samples of all microbatches whose gradients are applied together with this one's."""
@@ -139,9 +151,9 @@ class Worker:
         inputs, target = segment.feed.load(action.index) if stage.reads_data else ((), None)
         segment.feed.seed(action.index, stage.index)
         version = stage.first_version + segment.schedule.versions[stage.index][action.index]
-        made = self._timed(
-            action, segment, lambda: stage.module.forward(action.index, inputs, received, target, version)
-        )
+        staleness = segment.schedule.staleness(stage.index, action.index)
+        compute = partial(stage.module.forward, action.index, inputs, received, target, version, staleness)
+        made = self._timed(action, segment, compute)
         for target_stage, names in stage.sends_to.items():
             self.mailbox.send(action, target_stage, [made[name] for name in names])
 
@@ -174,7 +186,8 @@ class Worker:
             if meeting is not None and action.stage == min(self.stages):  # not timed, as waiting for a message is not
                 meeting.run([each.weights for each in self.stages.values()])
         count = segment.steps_before(action.stage, action.index)
-        self._timed(action, segment, partial(stage.weights.step, count, keep=keep))
+        rate = segment.rate(action.stage, action.index)
+        self._timed(action, segment, partial(stage.weights.step, count, keep=keep, rate=rate))
 
     def _gradient_weights(self, stage: int, microbatch: int, segment: Segment) -> tuple[float, float]:
         """A round's gradient is the mean over its samples, however they fall into microbatches.

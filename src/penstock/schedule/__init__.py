@@ -16,6 +16,7 @@ from penstock.schedule.builders import (
 from penstock.schedule.cuts import Cuts, cuts_of, due
 from penstock.schedule.pipeline import Pipeline, dependencies, participants
 from penstock.schedule.schedule import Moment, Schedule, check, execution_order
+from penstock.schedule.staleness import Staleness, staleness_of
 
 __all__ = [
     "FAMILIES",
@@ -26,6 +27,7 @@ __all__ = [
     "Moment",
     "Pipeline",
     "Schedule",
+    "Staleness",
     "build_schedule",
     "check",
     "check_layout",
@@ -39,5 +41,6 @@ __all__ = [
     "participants",
     "replica_depth",
     "shallow_depths",
+    "staleness_of",
     "usual_depth",
 ]

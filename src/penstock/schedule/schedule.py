@@ -45,6 +45,10 @@ class Schedule:
         starts = self.rounds[stage]
         return range(starts[index], starts[index + 1] if index + 1 < len(starts) else self.microbatches)
 
+    def staleness(self, stage: int, microbatch: int) -> int:
+        """The updates between a microbatch's forward and the one that its gradient is part of."""
+        return self.round_of(stage, microbatch) - self.versions[stage][microbatch]
+
     def __len__(self) -> int:
         return sum(len(program) for program in self.programs)
 
