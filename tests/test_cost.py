@@ -109,7 +109,7 @@ def test_memory_is_versions_and_gradient_of_weights_and_optimizer_state_and_acti
     parameters = tuple(replace(parameter, state_bytes=1000) for parameter in graph.parameters)
     costs = model(profile_of(replace(graph, parameters=parameters), [layer_seconds(1.0)] * 2), microbatch_size=3)
     stage = Stage(layers=(0, 1), devices=(0,), in_flight=4)
-    assert costs.stage_memory_bytes(stage, family("1f1b")) == 100 * 2 + 1000 + 4 * 3 * 14
+    assert costs.stage_memory_bytes(stage, family("1f1b")) == 100 * 2 + 100 + 1000 + 4 * 3 * 14
     assert costs.stage_memory_bytes(stage, family("pipedream")) == 100 * 5 + 1000 + 4 * 3 * 14
     assert costs.stage_memory_bytes(stage, family("pipedream"), share=2) == 100 * 5 + 1000 + 7 * 3 * 14
     assert costs.stage_memory_bytes(stage, family("inference")) == 100 + 3 * 14
@@ -119,7 +119,7 @@ def test_a_stage_that_recomputes_keeps_its_inputs_and_the_rest_of_one_microbatch
     profile = chain_profile([1.0] * 3, value_bytes=10, saved_bytes=100, parameter_bytes=1000)
     stage = Stage(layers=(1, 2), devices=(0,), in_flight=5, recompute=True)
     buffers = 2 * 10
-    assert model(profile).stage_memory_bytes(stage, family("1f1b")) == 2 * 2000 + 5 * 10 + 200 + buffers
+    assert model(profile).stage_memory_bytes(stage, family("1f1b")) == 2 * 2000 + 1000 + 5 * 10 + 200 + buffers
     assert model(profile).backward_s([1, 2], 0, recompute=True) == model(profile).backward_s([1, 2], 0) + 2.0
 
 

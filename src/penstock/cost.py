@@ -139,10 +139,17 @@ class CostModel:
                 sent=sent,
                 in_flight=replica_depth(stage.in_flight, share),
                 versions=schedule.versions(stage.in_flight),
+                largest=self.largest_added(schedule),
                 recompute=stage.recompute,
                 trains=schedule.trains,
             )
         )
+
+    def largest_added(self, schedule: Family) -> float:
+        """Bytes of the largest gradient that is added to another's: none where an update has one microbatch."""
+        if not schedule.accumulates or self.microbatch_size >= self.profile.batch_size:
+            return 0.0
+        return max((parameter.num_bytes for parameter in self.profile.graph.parameters), default=0.0)
 
     def _crossing(self, source: Collection[int], target: Collection[int]) -> list[Value]:
         graph = self.profile.graph
@@ -169,13 +176,15 @@ def memory_bytes(
     in_flight: Any,
     versions: Any,
     recompute: bool,
+    largest: float = 0.0,
     trains: bool = True,
 ) -> Any:
-    """Bytes at the peak. A stage that recomputes keeps its inputs, and the rest for one microbatch at a time."""
+    """Bytes at the peak. A stage that recomputes keeps its inputs, and the rest for one microbatch at a time. A
+    gradient that is added to another is made beside it: the ``largest`` of the model, or all of the stage's if less."""
     if not trains:
         return weights + saved + received + sent
     kept = in_flight * received + saved if recompute else in_flight * saved
-    return weights * (versions + 1) + state + kept + 2 * (received + sent)
+    return weights * (versions + 1) + np.minimum(weights, largest) + state + kept + 2 * (received + sent)
 
 
 def pace(turn_s: Any, update_s: Any, sync_s: Any, *, round_size: Any, microbatches: int | None) -> Any:

@@ -185,6 +185,7 @@ class StageCosts:
             sent=scale * self._sent_bytes[np.ix_(begin, end)],
             in_flight=in_flight,
             versions=self.family.versions(depth),
+            largest=self.costs.largest_added(self.family),
             recompute=again,
             trains=self.family.trains,
         )
