@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import replica_shares
+from builders import TRAINING, replica_shares
 from penstock.schedule import (
     Action,
     Kind,
@@ -35,7 +35,7 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, list[int]]:
         reads=tuple((stage - 1,) if stage else () for stage in range(len(shares))),
         shares=tuple(map(tuple, shares)),
     )
-    name = draw(st.sampled_from([name for name, kind in FAMILIES.items() if kind.trains]))
+    name = draw(st.sampled_from(TRAINING))
     fewest = max(pipeline.round_sizes) if name == "2bw" else 1
     microbatches = fewest + draw(st.integers(0, 4)) if FAMILIES[name].accumulates else 1
     sizes = [microbatches] * draw(st.integers(1, 30))
@@ -55,7 +55,7 @@ def test_at_a_cut_every_stage_has_made_the_updates_of_just_the_minibatches_befor
     for cut, steps in cuts.items():
         before = sum(sizes[:cut])
         for worker, program in enumerate(schedule.programs):
-            stage = pipeline.stage_of[worker]
+            (stage,) = pipeline.stages_of[worker]
             done = [action.index for action in program if action.kind is Kind.STEP][: steps[stage] + 1]
             consumed = [m for index in done for m in schedule.round_members(stage, index)]
             assert consumed == list(range(before))
@@ -72,7 +72,7 @@ def test_a_run_ends_though_at_each_cut_a_worker_waits_until_all_have_come_to_the
     schedule, sizes = made
     pipeline, programs = schedule.pipeline, schedule.programs
     passed = [
-        [program.index(Action(pipeline.stage_of[worker], Kind.STEP, steps[pipeline.stage_of[worker]])) + 1
+        [program.index(Action(pipeline.stages_of[worker][0], Kind.STEP, steps[pipeline.stages_of[worker][0]])) + 1
          for steps in cuts_of(schedule, sizes).values()]
         for worker, program in enumerate(programs)
     ]  # fmt: skip
@@ -96,7 +96,7 @@ def test_a_run_ends_though_at_each_cut_a_worker_waits_until_all_have_come_to_the
             here = [programs[each][position[each]] if may_run(each) else None for each in together]
             if all(other is not None and other[1:] == action[1:] for other in here):
                 for each in together:
-                    done.add(programs[each][position[each]])
+                    done.add(programs[each][position[each]].result)
                     position[each] += 1
                 moved = True
     assert position == [len(program) for program in programs]

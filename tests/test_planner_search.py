@@ -21,6 +21,8 @@ from penstock.planner.request import Request
 from penstock.planner.threshold import ThresholdSearch
 from penstock.profile import Profile
 
+pytestmark = pytest.mark.timeout(600)  # hundreds of exhaustive searches each
+
 KINDS = ("fast", "slow")
 SYNCHRONOUS = ("1f1b", "gpipe")
 little = st.sampled_from([None, 3 * 10**5, 10**6, 3 * 10**6, 10**7])

@@ -118,7 +118,8 @@ class Plan:
             raise PlanError(
                 "actions of one's own are for schedule custom, and it needs them: plan with --schedule FILE"
             )
-        check_layout(self.schedule, self.pipeline)
+        if self.shares_workers or family(self.schedule).layout != "once":  # the planner makes very many that have one
+            check_layout(self.schedule, self.pipeline)
         if self.custom:
             check_custom(self._custom_programs, self.pipeline)
 
@@ -149,6 +150,11 @@ class Plan:
     def devices(self) -> tuple[int, ...]:
         """The device of each worker."""
         return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
+
+    @property
+    def shares_workers(self) -> bool:
+        """Whether some worker has several stages."""
+        return len(self.devices) < sum(len(stage.devices) for stage in self.stages)
 
     @cached_property
     def pipeline(self) -> Pipeline:

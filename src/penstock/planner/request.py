@@ -230,13 +230,10 @@ class Request:
                     return None
             stages.append(deep)
         fitted = replace(plan, stages=tuple(stages))
-        if self._shares_workers(plan) and not self._workers_fit(fitted):
+        if plan.shares_workers and not self._workers_fit(fitted):
             fitted = replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in stages))
             return fitted if self._workers_fit(fitted) else None
         return fitted
-
-    def _shares_workers(self, plan: Plan) -> bool:
-        return plan.pipeline.num_workers < sum(len(stage.devices) for stage in plan.stages)
 
     def _workers_fit(self, plan: Plan) -> bool:
         costs = PlanCosts(plan)
