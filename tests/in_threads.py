@@ -213,7 +213,7 @@ def train_keeping(
     return run_in_threads(plan, make, work=work)
 
 
-def check_same_gradients(plan: Plan, make: Callable[[], Job]) -> None:
+def check_same_gradients(plan: Plan, make: Callable[[], Job], tolerance: float = 1e-5) -> None:
     """What `penstock verify` does, on threads: the loss and every gradient are those of one process."""
 
     with tempfile.TemporaryDirectory() as directory:
@@ -222,5 +222,5 @@ def check_same_gradients(plan: Plan, make: Callable[[], Job]) -> None:
         )
         found = compare(make(), plan, Path(directory))
     assert found.passed, found
-    assert found.largest_difference < 1e-5, found
+    assert found.largest_difference < tolerance, found
     assert found.gradients >= len(plan.profile.graph.parameters)

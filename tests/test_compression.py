@@ -17,7 +17,7 @@ from torch import Tensor
 from builders import chain_profile, flat_cluster, law, plan_of, profiles, slow_law
 from in_threads import CPU, even_plan, looped_plan, profile_of, run_in_threads
 from models import make_job
-from penstock import Job, codec
+from penstock import codec
 from penstock.cluster import Cluster, Level
 from penstock.compression import BLOCK, COMPRESSIONS
 from penstock.cost import PlanCosts, sent_bytes
@@ -31,7 +31,7 @@ from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.payload import layout_of
 from penstock.runtime.train import edge_errors
 from penstock.runtime.transport import Channel, LocalExchange, LocalTransport, Pending
-from penstock.runtime.verify import compare, save_gradients, switch_dropout_off
+from penstock.runtime.verify import compare, save_gradients, without_dropout
 from penstock.schedule import Action, Kind, Pipeline, build_schedule
 from penstock.simulate import simulate
 from test_worker import single_process
@@ -258,11 +258,7 @@ def test_stages_of_one_worker_hand_over_exactly() -> None:
 def test_verification_finds_gradients_within_what_the_compression_allows(tmp_path: Path, name: str, sends: str) -> None:
     plan = sending(even_plan(profile_of(name), (1, 1, 1), "1f1b", 2), sends)
 
-    def make() -> Job:
-        job = make_job(name)
-        switch_dropout_off(job.model)
-        return job
-
+    make = lambda: without_dropout(make_job(name))  # noqa: E731
     run_in_threads(plan, make, work=lambda assembly: save_gradients(assembly, tmp_path))
     found = compare(make_job(name), plan, tmp_path)
     assert found.passed

@@ -92,8 +92,8 @@ def test_train_leaves_trace_result_checkpoint_and_report(tmp_path: Path) -> None
     assert "stage 1: staleness" in shown.stdout
     assert run.report.exists()
     loaded, trace, result = run.load()
-    # four parts, of 4, 2, 4 and 2 microbatches: in each, the first finds weights that nothing was in flight to
-    assert [stage.microbatches for stage in result.staleness] == [(4, 4, 4), (12,)]
+    # two epochs of 6 microbatches: in each, the first finds weights that nothing was in flight to
+    assert [stage.microbatches for stage in result.staleness] == [(2, 2, 8), (12,)]
     assert result.samples == 46
     assert len(result.losses) == 12
     assert loaded.stages == even_plan(profile_of("conv"), (1, 2), "pipedream").stages
@@ -292,7 +292,10 @@ def test_a_run_is_evaluated_stops_early_and_goes_on_with_what_it_knew(tmp_path: 
     assert after is not None
     assert after[0] <= before[0] < 2**16, "there were overflows, which a run that goes on remembers"
     again = resumed.load()[2]
-    assert again.evaluations[:2] == result.evaluations[:2]
+    assert again.evaluations[0] == result.evaluations[0]
+    # found again from the checkpoint, which has the batch-norm statistics of the first replica, not yet their mean
+    loss = [run.evaluations[1].values["loss"] for run in (result, again)]
+    assert loss[0] == pytest.approx(loss[1], rel=0.02)
     assert [evaluation.steps for evaluation in again.evaluations] == [4, 6, 10, 12]
     loss = [run.evaluations[-1].values["loss"] for run in (result, again)]
     assert loss[0] == pytest.approx(loss[1], rel=0.3)  # batch norm saw other microbatches per replica
