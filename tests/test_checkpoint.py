@@ -425,7 +425,16 @@ def test_one_name_of_a_tied_weight_is_enough(trained: tuple[Path, dict[str, Tens
     _, state = trained
     del (one := dict(state))["first.weight"]
     save_file({key: tensor.clone() for key, tensor in one.items()}, tmp_path / "w.safetensors")
-    train_keeping(peculiar_plan(), peculiar_job, RunDirectory(tmp_path), init=tmp_path / "w.safetensors")
+    begun_with: dict[str, Tensor] = {}
+
+    def note(assembly: Assembly, action: Action) -> None:
+        for name, parameter in only_stage(assembly).weights.parameters.items():
+            begun_with.setdefault(name, parameter.detach().clone())
+
+    train_keeping(
+        peculiar_plan(), peculiar_job, RunDirectory(tmp_path), init=tmp_path / "w.safetensors", on_action=note
+    )
+    assert torch.equal(begun_with["first.weight"], state["second.weight"])
 
 
 WRONG_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {

@@ -22,7 +22,7 @@ from penstock.runtime.transport import Transport
 ROUNDS = 5
 ROUND_S = 1.5
 """about how long each contender runs at a time"""
-FEWEST, MOST = 16, 100
+FEWEST, MOST = 8, 100
 """minibatches at a time, so that filling the pipeline weighs little"""
 TIMEOUT_S = 120.0
 

@@ -152,9 +152,7 @@ def plan(
         straight=straight,
         most_stages=most_stages,
     )
-    custom: tuple[str, ...] = ()
-    if schedule not in FAMILIES and Path(schedule).is_file():
-        custom, schedule = tuple(codec.read_text(Path(schedule)).splitlines()), "custom"
+    schedule, custom = _named_or_read(schedule)
     if cost == "default":
         made = make_plan(
             read,
@@ -178,6 +176,13 @@ def plan(
         raise PlanError(f"--cost {cost} with --schedule {schedule} and these options: choose {known}")
     codec.save(made, output)
     _answer(shown.plan_answer(made), as_json, lambda: shown.plan_table(made), f"plan written to {output}")
+
+
+def _named_or_read(schedule: str) -> tuple[str, tuple[str, ...]]:
+    """The name of a schedule, and the lines of the file if it is one."""
+    if schedule in FAMILIES or not Path(schedule).is_file():
+        return schedule, ()
+    return "custom", tuple(codec.read_text(Path(schedule)).splitlines())
 
 
 @app.command("import", epilog="Example: penstock import graph.txt --output profile.json")

@@ -282,9 +282,8 @@ def _minibatch_maker(kind: Family, pipeline: Pipeline, depths: Sequence[int], cu
     """What each worker does in a minibatch, before its update."""
     if kind.layout == "any":
         return partial(repeat_custom, custom)
-    deep = [[replica_depth(depths[stage], share) for share in shares] for stage, shares in enumerate(pipeline.shares)]
     per_worker = [
-        {stage: deep[stage][pipeline.workers[stage].index(worker)] for stage in stages}
+        {stage: replica_depth(depths[stage], pipeline.share_of(worker, stage)) for stage in stages}
         for worker, stages in enumerate(pipeline.stages_of)
     ]
     if kind.halves:
