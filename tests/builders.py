@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from penstock.cluster import Cluster, Device, Level
@@ -26,8 +26,8 @@ law = settings(max_examples=50, **_patient)
 """For properties that are cheap to try."""
 slow_law = settings(max_examples=25, **_patient)
 """For properties that plan or simulate."""
-many_cases = settings(max_examples=600, **_patient)
-"""For a search against all there is."""
+many_cases = settings(max_examples=600, phases=[Phase.explicit, Phase.generate], **_patient)
+"""For a search against all there is. A case that fails is shown as it is: to shrink it takes minutes."""
 
 
 def chain_graph(

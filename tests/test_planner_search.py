@@ -38,6 +38,8 @@ def request(profile: Profile, cluster: Cluster, schedule: str = "pipedream", **o
 
 
 def found_s(asked: Request) -> float:
+    """In little memory it may be less than the exhaustive search's, which knows no plan with less in flight than keeps
+    every stage busy."""
     return min((seconds(asked, plan) for plan in asked.candidates), default=math.inf)
 
 
@@ -50,21 +52,23 @@ def test_asynchronous_plans_equal_exhaustive_search(profile: Profile, cluster: C
 
 @many_cases
 @given(small_profiles, clusters(max_devices=4, kinds=KINDS, memory_bytes=little), st.booleans())
-def test_plans_in_little_memory_equal_exhaustive_search(profile: Profile, cluster: Cluster, recompute: bool) -> None:
+def test_plans_in_little_memory_are_no_worse_than_exhaustive_search(
+    profile: Profile, cluster: Cluster, recompute: bool
+) -> None:
     asked = request(profile, cluster, recompute=recompute)
-    assert found_s(asked) == pytest.approx(best_s(asked), rel=1e-6)
+    assert found_s(asked) <= best_s(asked) * (1 + 1e-6)
 
 
 @many_cases
 @given(
     untied_profiles, clusters(max_devices=4, kinds=KINDS, memory_bytes=little), st.sampled_from(SYNCHRONOUS), st.data()
 )
-def test_synchronous_plans_equal_exhaustive_search(
+def test_synchronous_plans_are_no_worse_than_exhaustive_search(
     profile: Profile, cluster: Cluster, schedule: str, data: st.DataObject
 ) -> None:
     microbatches = data.draw(st.integers(1, min(4, profile.batch_size)))
     asked = request(profile, cluster, schedule, microbatches=microbatches)
-    assert found_s(asked) == pytest.approx(best_s(asked), rel=1e-6)
+    assert found_s(asked) <= best_s(asked) * (1 + 1e-6)
 
 
 @many_cases
@@ -99,7 +103,7 @@ def hints(draw: st.DrawFn, layers: int) -> Hints:
     st.sampled_from(("pipedream", *SYNCHRONOUS)),
     st.data(),
 )
-def test_plans_with_hints_equal_exhaustive_search(
+def test_plans_with_hints_are_no_worse_than_exhaustive_search(
     profile: Profile, cluster: Cluster, schedule: str, data: st.DataObject
 ) -> None:
     given_hints = data.draw(
@@ -107,7 +111,7 @@ def test_plans_with_hints_equal_exhaustive_search(
         | st.lists(st.integers(1, 2), min_size=1, max_size=3).map(lambda counts: Hints(replicas=tuple(counts)))
     )
     asked = request(profile, cluster, schedule, hints=given_hints)
-    assert found_s(asked) == pytest.approx(best_s(asked), rel=1e-6)
+    assert found_s(asked) <= best_s(asked) * (1 + 1e-6)
 
 
 @slow_law

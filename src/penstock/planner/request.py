@@ -147,10 +147,10 @@ class Request:
                 limit_s = min((self._estimate_s(plan) / self.microbatches for plan in known), default=math.inf)
             found = self._explorer.tightest(limit_s)
             if found and not self.family.asynchronous:
-                first = [plan for each in found if (plan := self.plan_of_found(each))]
+                first = [plan for each in found for plan in self.plans_of_found(each)]
                 loosest_s = min((self._estimate_s(plan) / self.microbatches for plan in first), default=limit_s)
                 found += self._explorer.trade_offs(found[0].value_s, loosest_s)
-        plans = {plan.stages: plan for each in found if (plan := self.plan_of_found(each)) and self.allowed(plan)}
+        plans = {plan.stages: plan for each in found for plan in self.plans_of_found(each) if self.allowed(plan)}
         return sorted(plans.values(), key=self._rank)
 
     def _laid_out(self) -> Iterator[Plan]:
@@ -166,13 +166,30 @@ class Request:
     def _num_devices(self) -> int:
         return len(self.cluster.devices)
 
-    def plan_of_found(self, found: Found, *, shallow: bool = False) -> Plan | None:
-        return self.plan_of([(stage.layers, stage.devices) for stage in found.stages], shallow=shallow)
+    def plans_of_found(self, found: Found) -> Iterator[Plan]:
+        """As it is meant to run; and with less in flight where that does not fit, or has to recompute.
 
-    def plan_of(self, stages: Sequence[Placed], *, shallow: bool = False) -> Plan | None:
+        The search counts a device behind a stage as one microbatch, which is too few where devices differ.
+        """
+        usual = self.plan_of_found(found)
+        if usual:
+            yield usual
+        if not self.family.all_forwards_first and (usual is None or any(stage.recompute for stage in usual.stages)):
+            shallow = self.plan_of_found(found, shallow=True, recompute=False)
+            if shallow:
+                yield shallow
+
+    def plan_of_found(self, found: Found, *, shallow: bool = False, recompute: bool | None = None) -> Plan | None:
+        stages = [(stage.layers, stage.devices) for stage in found.stages]
+        return self.plan_of(stages, shallow=shallow, recompute=recompute)
+
+    def plan_of(
+        self, stages: Sequence[Placed], *, shallow: bool = False, recompute: bool | None = None
+    ) -> Plan | None:
         """The plan with these layers on these devices, with shares and depths; None where something is too small.
 
-        ``shallow`` takes as many microbatches in flight as fit, if they are fewer than keep every stage busy.
+        ``shallow`` takes as many microbatches in flight as fit, if they are fewer than keep every stage busy;
+        ``recompute`` is whether they are counted as recomputed, else as the request has it.
         """
         sends = [self.compress] * (len(stages) - 1) + ["exact"]
         made = tuple(
@@ -191,7 +208,9 @@ class Request:
         if max(plan.pipeline.round_sizes) > self.family.widest_round(self.microbatches):
             return None
         if shallow:
-            return self._fitted(plan, shallow_depths(plan.pipeline, [self._deepest(plan, i) for i in range(len(made))]))
+            again = self.recompute if recompute is None else recompute
+            deepest = [self._deepest(plan, index, again=again) for index in range(len(made))]
+            return self._fitted(plan, shallow_depths(plan.pipeline, deepest))
         return self._fitted(plan, [self._depth(plan, index) for index in range(len(made))])
 
     def _shares(self, layers: tuple[int, ...], devices: tuple[int, ...], *, again: bool = False) -> tuple[int, ...]:
@@ -212,9 +231,9 @@ class Request:
         depth = usual_depth(self.schedule, plan.pipeline, index)
         return min(depth, own) if self.family.accumulates else depth
 
-    def _deepest(self, plan: Plan, index: int) -> int:
-        """The most in flight that fits, recomputing if that is allowed; at least one."""
-        stage = replace(plan.stages[index], recompute=self.recompute)
+    def _deepest(self, plan: Plan, index: int, *, again: bool) -> int:
+        """The most in flight that fits, recomputing or not; at least one."""
+        stage = replace(plan.stages[index], recompute=again)
         depths = range(self._depth(plan, index), 1, -1)
         return next((depth for depth in depths if self.fits(replace(stage, in_flight=depth))), 1)
 

@@ -46,6 +46,15 @@ class Team:
     def size(self) -> int:
         return sum(self.counts)
 
+    @property
+    def kinds(self) -> list[int]:
+        """the classes that it has devices of"""
+        return [kind for kind, count in enumerate(self.counts) if count]
+
+    @property
+    def mixed(self) -> bool:
+        return len(self.kinds) > 1
+
 
 @dataclass(frozen=True)
 class Block:
@@ -108,19 +117,42 @@ class StageCosts:
 
     def block(self, team: Team, behind: int, begin: Ints, end: Ints) -> Block:
         """Costs of the stages between ``begin`` and ``end`` with so many devices at work behind them."""
-        depth = int(self.depth(behind, team.size))
+        known = team, self._told_apart(team, behind)
         if len(self) > FEW_DOWNSETS:
-            return self._block(team, depth, begin, end)
-        if (team, depth) not in self._blocks:  # the same is asked for many times
+            return self._block(*known, begin, end)
+        if known not in self._blocks:  # the same is asked for many times
             every = np.arange(len(self))
-            self._blocks[team, depth] = self._block(team, depth, every, every)
-        return self._blocks[team, depth].part(np.ix_(begin, end))
+            self._blocks[known] = self._block(*known, every, every)
+        return self._blocks[known].part(np.ix_(begin, end))
 
     @cached_property
     def _blocks(self) -> dict[tuple[Team, int], Block]:
         return {}
 
-    def _block(self, team: Team, depth: int, begin: Ints, end: Ints) -> Block:
+    def _told_apart(self, team: Team, behind: int) -> int:
+        """The fewest devices behind that make the same depth."""
+        if team.mixed:
+            return behind
+        return (int(self.depth(behind, team.size)) - 1) * team.size
+
+    def _block(self, team: Team, behind: int, begin: Ints, end: Ints) -> Block:
+        depths = self._depths(team, behind, begin, end)
+        first, *others = (int(depth) for depth in np.unique(depths))
+        block = self._block_of_depth(team, first, begin, end)
+        for depth in others:
+            block = block.but(self._block_of_depth(team, depth, begin, end), depths == depth)
+        return block
+
+    def _depths(self, team: Team, behind: int, begin: Ints, end: Ints) -> Any:
+        """By the length of the team's rounds; those behind it are one microbatch per device or longer, so where they
+        are longer a plan is deeper than this."""
+        if not team.mixed:
+            return self.depth(behind, team.size)
+        ways = (False, True) if self.recompute and self.family.trains else (False,)
+        rounds = [self._shares(team, begin, end, again=again)[1] for again in ways]
+        return np.min([self.depth(behind, sizes.astype(np.int64)) for sizes in rounds], axis=0)
+
+    def _block_of_depth(self, team: Team, depth: int, begin: Ints, end: Ints) -> Block:
         allowed = self.allowed[np.ix_(begin, end)]
         plain = self._timed(team, depth, begin, end, again=False)
         if not self.has_limits:
@@ -145,14 +177,12 @@ class StageCosts:
         return np.minimum(depth, own) if self.family.accumulates else depth
 
     def _timed(self, team: Team, depth: int, begin: Ints, end: Ints, *, again: bool) -> _Timed:
-        kinds = [kind for kind, count in enumerate(team.counts) if count]
-        counts = [team.counts[kind] for kind in kinds]
+        kinds = team.kinds
         stashed = stashes_weights(self.family.asynchronous, depth)
-        seconds = np.stack([_difference(self.compute_s(kind, again=again), begin, end) for kind in kinds])
-        shares = best_shares(seconds, counts)
-        sizes = np.einsum("cij,c->ij", shares, np.array(counts)) if len(kinds) > 1 else float(team.size)
-        turn_s = shares * seconds if len(kinds) > 1 else seconds
-        busiest = shares.max(axis=0) / sizes if len(kinds) > 1 else 1 / team.size
+        seconds = self._seconds(team, begin, end, again=again)
+        shares, sizes = self._shares(team, begin, end, again=again)
+        turn_s = shares * seconds if team.mixed else seconds
+        busiest = shares.max(axis=0) / sizes if team.mixed else 1 / team.size
         if not self.family.trains:
             return _Timed(Block(turn_s.max(axis=0) / sizes, seconds.max(axis=0), busiest), shares)
         update_s = np.stack([_difference(self.update_s(kind, stashed=stashed), begin, end) for kind in kinds])
@@ -165,10 +195,19 @@ class StageCosts:
         period_s = np.where(sizes <= self.family.widest_round(self.microbatches), period_s, np.inf)
         return _Timed(Block(period_s, seconds.max(axis=0), busiest), shares)
 
+    def _seconds(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> Floats:
+        """[class of the team, begin, end]: of a microbatch."""
+        return np.stack([_difference(self.compute_s(kind, again=again), begin, end) for kind in team.kinds])
+
+    def _shares(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> tuple[Any, Any]:
+        """Microbatches of a round, [class of the team, begin, end], and of all its replicas together."""
+        counts = [team.counts[kind] for kind in team.kinds]
+        shares = best_shares(self._seconds(team, begin, end, again=again), counts)
+        return shares, np.einsum("cij,c->ij", shares, np.array(counts)) if team.mixed else float(team.size)
+
     def _fits(self, team: Team, depth: int, timed: _Timed, begin: Ints, end: Ints, *, again: bool) -> Bools:
-        kinds = [kind for kind, count in enumerate(team.counts) if count]
         fits = np.ones((len(begin), len(end)), dtype=bool)
-        for kind, shares in zip(kinds, timed.shares, strict=True):
+        for kind, shares in zip(team.kinds, timed.shares, strict=True):
             limit = self.classes[kind].memory_bytes
             if limit is not None:
                 need = self.memory_bytes(begin, end, depth, replica_depth(depth, shares), again=again)
