@@ -183,9 +183,7 @@ class Request:
         stages = [(stage.layers, stage.devices) for stage in found.stages]
         return self.plan_of(stages, shallow=shallow, recompute=recompute)
 
-    def plan_of(
-        self, stages: Sequence[Placed], *, shallow: bool = False, recompute: bool | None = None
-    ) -> Plan | None:
+    def plan_of(self, stages: Sequence[Placed], *, shallow: bool = False, recompute: bool | None = None) -> Plan | None:
         """The plan with these layers on these devices, with shares and depths; None where something is too small.
 
         ``shallow`` takes as many microbatches in flight as fit, if they are fewer than keep every stage busy;
