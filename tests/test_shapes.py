@@ -63,7 +63,9 @@ def same(one: Message, two: Message) -> bool:
 
 def like_the_mark() -> Tensor:
     """Values that begin as a message without values does."""
-    return torch.cat([payload._MARK, torch.zeros(8, dtype=torch.uint8)]).view(torch.float32)
+    return torch.cat([torch.tensor(list(payload._MARK), dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)]).view(
+        torch.float32
+    )
 
 
 MESSAGES: list[Message] = [
@@ -95,7 +97,7 @@ VALUES = [
     torch.ones(3, 2),
     torch.tensor(7),
     torch.tensor(True),
-    payload._MARK[0].clone(),
+    torch.tensor(payload._MARK[0], dtype=torch.uint8),
     like_the_mark(),
 ]
 

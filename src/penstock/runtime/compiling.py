@@ -28,4 +28,4 @@ def compiled(section: Section) -> Section:
     def call(*arguments: Any, **options: Any) -> Any:
         return torch.func.functional_call(*arguments, **options)
 
-    return replace(section, call=torch.compile(call))
+    return replace(section, functional=torch.compile(call))

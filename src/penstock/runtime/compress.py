@@ -115,10 +115,14 @@ def layout_sent(layout: Layout, sends: str) -> Layout:
 
 def encode(tensors: Sequence[Tensor | None], sends: str) -> list[Tensor]:
     """What is sent of the tensors that there are."""
+    if sends == "exact":
+        return [tensor.detach().contiguous() for tensor in tensors if tensor is not None]
     return [coding_of(sends, entry).encode(tensor) for tensor, entry in _present(tensors)]
 
 
 def decode(sent: Sequence[Tensor | None], layout: Layout, sends: str) -> list[Tensor | None]:
+    if sends == "exact":
+        return list(sent)
     pairs = zip(sent, layout, strict=True)
     return [
         coding_of(sends, entry).decode(tensor, entry) if entry and tensor is not None else None

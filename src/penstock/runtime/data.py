@@ -23,10 +23,14 @@ def load_batch(job: Job, indices: Iterable[int], seed: int) -> tuple[Any, Any]:
     A random transform draws from ``seed``, so that the stage that reads inputs and the one that reads targets see
     the same samples.
     """
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
         samples = [job.data[index] for index in indices]
         batch = (job.collate or default_collate)(samples)
+    finally:
+        generator.set_state(before)
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise JobError(
             f"a batch of the job's data is {type(batch).__name__}, not (inputs, target); "

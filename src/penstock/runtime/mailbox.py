@@ -20,7 +20,7 @@ the schedule and the layouts announced so far; the receiver posts what it had no
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -102,6 +102,8 @@ class Mailbox:
         self._samples: Sequence[int] = ()
         self._expected: dict[Channel, deque[Message]] = {}
         self._posted: dict[Channel, deque[_Posted]] = {}
+        self._short: set[Channel] = set()
+        """those of which something was taken since receives were last posted"""
         self._headers: dict[Channel, tuple[Tensor, Pending]] = {}
         self._arrived: dict[Message, list[Tensor | None]] = {}
         self._leaving: dict[Channel, deque[_Leaving]] = defaultdict(deque)
@@ -121,6 +123,7 @@ class Mailbox:
         self._schedule, self._samples = schedule, samples
         self._expected = expected_messages(schedule, self.transport.rank)
         self._posted = {channel: deque() for channel in self._expected}
+        self._short = set(self._expected)
         senders = {sender for sender, _ in self._expected}
         self._places = {
             sender: {action.result: place for place, action in enumerate(schedule.programs[sender])}
@@ -129,10 +132,12 @@ class Mailbox:
 
     def post_receives(self) -> None:
         """Keep the next receives of every channel posted, as far as their layout is known, or else a header's."""
-        for channel, expected in self._expected.items():
+        for channel in self._short:
+            expected = self._expected[channel]
             self._post_known(channel, AHEAD)
             if expected and not self._posted[channel] and channel not in self._headers:
                 self._headers[channel] = self._post_header(channel, expected[0])
+        self._short.clear()
 
     def take(self, need: Action, stage: int) -> list[Tensor | None]:
         """What an action of another stage made for this one, waiting for it if it is not here yet."""
@@ -141,6 +146,7 @@ class Mailbox:
             if not self._posted[channel]:
                 self._post_next(channel)
             posted = self._posted[channel].popleft()
+            self._short.add(channel)
             self._see_in(posted, channel)
             if not posted.announced and is_marked(posted.tensors):
                 self._recall(channel, posted.message)
@@ -198,7 +204,7 @@ class Mailbox:
                     self._see_off(receiver, leaving.popleft())
 
     def _see_off(self, receiver: int, leaving: _Leaving) -> None:
-        self._wait(leaving.pending, f"worker {receiver} to receive {leaving.action}")
+        self._wait(leaving.pending, lambda: f"worker {receiver} to receive {leaving.action}")
 
     def _start_receive(self, tensor: Tensor, channel: Channel) -> Pending:
         number, self._received[channel] = self._received[channel], self._received[channel] + 1
@@ -232,7 +238,7 @@ class Mailbox:
         if channel not in self._headers:
             self._headers[channel] = self._post_header(channel, message)
         header, pending = self._headers.pop(channel)
-        self._wait(pending, f"{message[0]} from worker {channel[0]}")
+        self._wait(pending, lambda: f"{message[0]} from worker {channel[0]}")
         layout = decode_header(header)
         if can_be_marked(layout):
             self._received_layouts[self._key(channel, message)] = layout
@@ -240,7 +246,7 @@ class Mailbox:
 
     def _see_in(self, posted: _Posted, channel: Channel) -> None:
         for pending in posted.pending:
-            self._wait(pending, f"{posted.message[0]} from worker {channel[0]}")
+            self._wait(pending, lambda: f"{posted.message[0]} from worker {channel[0]}")
 
     def _fill_posted(self, channel: Channel, message: Message) -> None:
         """Send something of the old layouts for this message and those behind it that may be posted: see above."""
@@ -283,12 +289,12 @@ class Mailbox:
         rank = self.transport.rank
         return f"worker {rank} (stage {', '.join(map(str, self.pipeline.stages_of[rank]))})"
 
-    def _wait(self, pending: Pending, what: str) -> None:
+    def _wait(self, pending: Pending, what: Callable[[], str]) -> None:
         try:
             pending.wait(self.timeout_s)
         except WorkerError as error:
             raise WorkerError(
-                f"{self._who} waited for {what} (at most {self.timeout_s:g} s): "
+                f"{self._who} waited for {what()} (at most {self.timeout_s:g} s): "
                 f"{error}. See what that worker reports; raise --timeout if it is only slow"
             ) from error
 

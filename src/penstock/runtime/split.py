@@ -35,18 +35,52 @@ class Section:
     """the names by which the module knows each of them"""
     buffers: Mapping[str, Tensor]
     """by the model's own names; the module updates them in place"""
-    call: Callable[..., Any] = torch.func.functional_call
-    """runs the module with other tensors in place of its own"""
+    functional: Callable[..., Any] | None = None
+    """as torch.func.functional_call, a way to run the module with other tensors that is not to swap them here"""
 
     def run(
         self, leaves: Mapping[str, Tensor], arguments: Iterable[Any], buffers: Mapping[str, Tensor] | None = None
     ) -> tuple[tuple[Any, ...], Any]:
         """Compute with the given tensors in place of the parameters, and of buffers by the module's names."""
-        given = {local: leaves[name] for name, locals_ in self.local_names.items() for local in locals_}
-        result: tuple[tuple[Any, ...], Any] = self.call(
-            self.module, given | dict(buffers or {}), tuple(arguments), tie_weights=False
-        )
+        result: tuple[tuple[Any, ...], Any]
+        if self.functional is not None:
+            given = {local: leaves[name] for name, locals_ in self.local_names.items() for local in locals_}
+            result = self.functional(self.module, given | dict(buffers or {}), tuple(arguments), tie_weights=False)
+            return result
+        swaps = [(slot, leaves[name]) for name, slot in self._parameter_slots]
+        swaps += [(self._buffer_slots[name], buffer) for name, buffer in (buffers or {}).items()]
+        own = [holder[key] for (holder, key), _ in swaps]
+        try:
+            for (holder, key), tensor in swaps:
+                holder[key] = tensor
+            result = self.module(*arguments)
+        finally:  # others may hold the same modules
+            for ((holder, key), _), before in zip(swaps, own, strict=True):
+                holder[key] = before
         return result
+
+    @cached_property
+    def _parameter_slots(self) -> list[tuple[str, _Slot]]:
+        """Where the module keeps each parameter: finding them takes as long as small layers do."""
+        return [
+            (name, _slot(self.module, local, "_parameters"))
+            for name, locals_ in self.local_names.items()
+            for local in locals_
+        ]
+
+    @cached_property
+    def _buffer_slots(self) -> dict[str, _Slot]:
+        names = (name for name, _ in self.module.named_buffers(remove_duplicate=False))
+        return {name: _slot(self.module, name, "_buffers") for name in names}
+
+
+_Slot = tuple[dict[str, Tensor | None], str]
+"""A module's own dictionary of tensors, and the key in it."""
+
+
+def _slot(module: nn.Module, name: str, kind: str) -> _Slot:
+    owner, _, key = name.rpartition(".")
+    return getattr(module.get_submodule(owner), kind), key
 
 
 @dataclass(frozen=True)

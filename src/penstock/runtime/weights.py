@@ -34,6 +34,11 @@ class Version:
     """what the step that made it added, where a remedy looks ahead"""
     ahead: dict[int, Version] = field(default_factory=dict)
     """as it is for microbatches so many updates old"""
+    trained: dict[str, Tensor] = field(init=False)
+    """the leaves that gradients are found for"""
+
+    def __post_init__(self) -> None:
+        self.trained = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
 
 
 @dataclass(eq=False)
@@ -78,8 +83,9 @@ class Weights:
         """
         version = self._newest if number is None else self._versions[number]
         self._oldest = version.number
-        for each in [each for each in self._versions.values() if each.number < self._oldest]:
-            self._forget(each)
+        if len(self._versions) > 1:
+            for each in [each for each in self._versions.values() if each.number < self._oldest]:
+                self._forget(each)
         if self._looks_ahead and staleness > 0 and version.update:
             version = self._ahead_of(version, staleness)
         version.in_flight += 1
@@ -116,7 +122,7 @@ class Weights:
             return
         if version.number < self._oldest:
             del self._versions[version.number]
-            self._spare.append({name: leaf.detach() for name, leaf in version.leaves.items() if leaf.requires_grad})
+            self._spare.append({name: leaf.detach() for name, leaf in version.trained.items()})
 
     def backward(
         self, version: Version, compute: Callable[[], None], scale: float, round_number: int | None = None
@@ -124,13 +130,12 @@ class Weights:
         """Run a backward on a version and add ``scale`` times its gradients to a round's: that of the next step, or
         one that will update a later version."""
         gradients = self.gradients if round_number is None else self._rounds.setdefault(round_number, {})
-        leaves = {name: leaf for name, leaf in version.leaves.items() if leaf.requires_grad}
         adds_in_place = scale == 1.0
         if adds_in_place:  # autograd then accumulates into the round's gradients by itself
-            for name, leaf in leaves.items():
+            for name, leaf in version.trained.items():
                 leaf.grad = gradients.get(name)
         compute()
-        for name, leaf in leaves.items():
+        for name, leaf in version.trained.items():
             gradient, leaf.grad = leaf.grad, None
             if gradient is None:
                 continue

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -69,8 +70,17 @@ class Segment:
 
     def round_samples(self, stage: int, microbatch: int) -> int:
         """Samples of all microbatches whose gradients are applied together with this one's."""
-        members = self.schedule.round_members(stage, self.schedule.round_of(stage, microbatch))
-        return sum(self.samples[m] for m in members)
+        return self._round_samples[stage][self.schedule.round_of(stage, microbatch)]
+
+    @cached_property
+    def _round_samples(self) -> list[list[int]]:
+        """[stage][round]"""
+        before = list(itertools.accumulate(self.samples, initial=0))
+        ends = [(*rounds[1:], self.schedule.microbatches) for rounds in self.schedule.rounds]
+        return [
+            [before[end] - before[start] for start, end in zip(starts, behind, strict=True)]
+            for starts, behind in zip(self.schedule.rounds, ends, strict=True)
+        ]
 
 
 @dataclass(kw_only=True)
@@ -207,7 +217,7 @@ class Worker:
             torch.cuda.synchronize(self.device)
         end_s = self.clock()
         first = segment.first_microbatch if action.of_microbatch else segment.first_round
-        numbered = action._replace(index=first + action.index)
+        numbered = Action(action.stage, action.kind, first + action.index)
         self.events.append(Event(worker=self.rank, action=numbered, start_s=start_s, end_s=end_s))
         if action.kind is not Kind.SYNC:
             self.busy_s += end_s - start_s

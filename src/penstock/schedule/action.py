@@ -21,6 +21,8 @@ class Kind(StrEnum):
     STEP = "STEP"
     """the optimizer updates the stage's weights with the gradients of a round"""
 
+    __hash__ = str.__hash__  # an Enum's own is Python code, and actions are looked up all the time
+
 
 class Action(NamedTuple):
     stage: int
