@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from penstock.errors import WorkerError
 from penstock.runtime import links
 from penstock.runtime.payload import TensorLayout, decode_header, encode_header
-from penstock.runtime.shared_memory import MOST_BYTES, Outlet, SharedMemoryTransport
+from penstock.runtime.shared_memory import MOST_BYTES, PIECE_BYTES, Outlet, SharedMemoryTransport
 from penstock.runtime.transport import LocalExchange, LocalTransport, TorchTransport, Transport
 from penstock.schedule import Kind
 
@@ -123,10 +123,10 @@ def over_torch(rank: int) -> Transport:
 
 
 def over_shared_memory(rank: int, most_bytes: int = MOST_BYTES) -> Transport:
-    with patch.object(links, "_make_outlets", lambda: {kind: Outlet(most_bytes) for kind in (F, B)}):
+    with patch.object(links, "_make_outlets", lambda: {kind: Outlet(most_bytes) for kind in (F, B, Kind.SYNC)}):
         lines = links._open_lines(links._Board(rank, 30.0), [BOTH])
     assert lines
-    return SharedMemoryTransport(TorchTransport([BOTH]), lines)
+    return SharedMemoryTransport(TorchTransport([BOTH]), lines, rings=[BOTH])
 
 
 def over_little_shared_memory(rank: int) -> Transport:
@@ -134,18 +134,18 @@ def over_little_shared_memory(rank: int) -> Transport:
     return over_shared_memory(rank, most_bytes=0)
 
 
-def run_in_processes(part: Part, make: Callable[[int], Transport]) -> list[Any]:
+def run_in_processes(part: Part, make: Callable[[int], Transport], ranks: Sequence[int] = BOTH) -> list[Any]:
     context = mp.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     answers = context.Queue()
-    processes = [context.Process(target=_process, args=(part, make, rank, port, answers)) for rank in BOTH]
+    processes = [context.Process(target=_process, args=(part, make, rank, len(ranks), port, answers)) for rank in ranks]
     for process in processes:
         process.start()
     results: dict[int, Any] = {}
     try:
-        for _ in BOTH:
+        for _ in ranks:
             rank, result = answers.get(timeout=60)
             results[rank] = result
     except queue.Empty:
@@ -154,11 +154,11 @@ def run_in_processes(part: Part, make: Callable[[int], Transport]) -> list[Any]:
         for process in processes:
             process.join(20.0)
             process.kill()
-    return [results[rank] for rank in BOTH]
+    return [results[rank] for rank in ranks]
 
 
-def _process(part: Part, make: Callable[[int], Transport], rank: int, port: int, answers: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+def _process(part: Part, make: Callable[[int], Transport], rank: int, world: int, port: int, answers: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     answers.put((rank, part(make(rank))))
     dist.destroy_process_group()
@@ -205,6 +205,41 @@ def test_all_reduce_sums_over_the_group(run: Callable[[Part], list[Any]]) -> Non
 @pytest.mark.parametrize("run", RUNNERS)
 def test_a_receive_has_a_deadline(run: Callable[[Part], list[Any]]) -> None:
     assert run(a_receive_has_a_deadline)[1] == "in time"
+
+
+THREE = (0, 1, 2)
+
+
+def over_a_ring(rank: int) -> Transport:
+    with patch.object(links, "_memory_is_faster", lambda *_: True):
+        pairs = [(0, 1), (0, 2), (1, 2)]
+        return links.make_links([BOTH, THREE], pairs, device=torch.device("cpu"), timeout_s=30.0).transport
+
+
+def sums_around_a_ring(transport: Transport) -> bool:
+    """Of more than a piece, of fewer numbers than workers, of none; all get the same bits, by memory alone."""
+    rank = transport.rank
+    same = []
+    with patch.object(TorchTransport, "all_reduce", side_effect=AssertionError):
+        for size in (0, 1, 2, 1000, 3 * PIECE_BYTES // 4 + 7):
+            everyone = [torch.randn(size, generator=torch.Generator().manual_seed(worker)) for worker in THREE]
+            mine = everyone[rank].clone()
+            transport.all_reduce(mine, THREE, 30.0)
+            same.append(torch.allclose(mine, sum(everyone), atol=1e-5))
+            if rank in BOTH:
+                again = torch.ones(size, dtype=torch.float64) * (rank + 1)
+                transport.all_reduce(again, BOTH, 30.0)
+                same.append(bool((again == 3).all()))
+    copies = torch.stack([mine] * 3)
+    copies[:] = 0
+    copies[rank] = mine
+    dist.all_reduce(copies)
+    return all(same) and all(torch.equal(copies[0], each) for each in copies)
+
+
+@pytest.mark.processes
+def test_workers_of_a_host_sum_through_memory() -> None:
+    assert run_in_processes(sums_around_a_ring, over_a_ring, THREE) == [True] * 3
 
 
 def the_peer_dies(transport: Transport) -> str:

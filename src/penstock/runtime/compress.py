@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -55,7 +54,7 @@ class _Bf16:
     """Eight bits of each number's size, to the nearest. Beyond 3.39e38 it is infinite; what is no number stays none."""
 
     def layout(self, entry: TensorLayout) -> TensorLayout:
-        return replace(entry, dtype=torch.bfloat16)
+        return entry._replace(dtype=torch.bfloat16)
 
     def encode(self, tensor: Tensor) -> Tensor:
         return tensor.to(torch.bfloat16)
@@ -73,7 +72,7 @@ class _Int8:
 
     def layout(self, entry: TensorLayout) -> TensorLayout:
         count = math.prod(entry.shape)
-        return replace(entry, dtype=torch.int8, shape=(4 * _blocks(count) + count,))
+        return entry._replace(dtype=torch.int8, shape=(4 * _blocks(count) + count,))
 
     def encode(self, tensor: Tensor) -> Tensor:
         count, blocks = tensor.numel(), _blocks(tensor.numel())

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from penstock.errors import WorkerError
 from penstock.plan import Plan
 from penstock.runtime.machine import host_id
 from penstock.runtime.shared_memory import Inlet, Line, Outlet, SharedMemoryTransport, is_supported
+from penstock.runtime.sync import sync_groups
 from penstock.runtime.transport import TorchTransport, Transport, short_reason
 from penstock.runtime.trials import Prober
 from penstock.schedule import Kind
@@ -43,15 +44,24 @@ class Links:
 
 
 def talking_pairs(plan: Plan) -> list[Pair]:
-    """Workers of stages between which a value passes."""
+    """Workers of stages between which a value passes, and those next to each other in a group that averages."""
     pipeline = plan.pipeline
     pairs = {
-        (min(pair), max(pair))
+        _pair(*workers)
         for stage, sources in enumerate(pipeline.reads)
         for source in sources
-        for pair in itertools.product(pipeline.workers[source], pipeline.workers[stage])
+        for workers in itertools.product(pipeline.workers[source], pipeline.workers[stage])
     }
+    pairs.update(pair for group in sync_groups(plan) for pair in _around(group))
     return sorted((low, high) for low, high in pairs if low != high)
+
+
+def _pair(one: int, other: int) -> Pair:
+    return min(one, other), max(one, other)
+
+
+def _around(group: Sequence[int]) -> set[Pair]:
+    return {_pair(*workers) for workers in zip(group, (*group[1:], group[0]), strict=True)}
 
 
 def make_links(
@@ -72,7 +82,18 @@ def make_links(
             chosen[low, high] = SHARED_MEMORY
         else:
             lines.pop(peer, None)
-    return Links(SharedMemoryTransport(base, lines), chosen)
+    return Links(SharedMemoryTransport(base, lines, _rings(board, groups, lines)), chosen)
+
+
+def _rings(board: _Board, groups: Sequence[tuple[int, ...]], lines: Collection[int]) -> list[tuple[int, ...]]:
+    """The groups of this worker in which all of them have lines to those beside them."""
+    board.tell("lines", sorted(lines))
+    known = {worker: set(board.ask(worker, "lines")) for group in groups if board.rank in group for worker in group}
+    return [
+        group
+        for group in groups
+        if board.rank in group and all(high in known[low] and low in known[high] for low, high in _around(group))
+    ]
 
 
 @dataclass(frozen=True)
@@ -115,7 +136,7 @@ def _open_lines(board: _Board, pairs: Sequence[Pair]) -> dict[int, Line]:
 
 def _make_outlets() -> dict[Kind, Outlet]:
     try:
-        return {kind: Outlet() for kind in (Kind.FORWARD, Kind.BACKWARD)}
+        return {kind: Outlet() for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SYNC)}
     except OSError:  # no memory to share
         return {}
 

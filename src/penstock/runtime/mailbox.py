@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -54,8 +53,7 @@ Message = tuple[Action, int]
 """What an action made, for a stage that needs it."""
 
 
-@dataclass(frozen=True)
-class _Posted:
+class _Posted(NamedTuple):
     message: Message
     layout: Layout
     tensors: list[Tensor | None]

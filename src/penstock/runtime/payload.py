@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ _ROW = 3 + _MOST_DIMENSIONS
 _MARK = bytes([183, 52, 9, 201, 77, 150, 33, 240, 18, 99, 171, 5, 222, 64, 140, 87])
 
 
-@dataclass(frozen=True)
-class TensorLayout:
+class TensorLayout(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     differentiable: bool = False
@@ -82,7 +81,7 @@ def can_be_marked(layout: Layout) -> bool:
 def is_marked(tensors: Sequence[Tensor | None]) -> bool:
     for tensor in tensors:
         if tensor is not None and tensor.numel():
-            if tensor.device.type == "cpu":  # for every message, so without a tensor operation
+            if tensor.is_cpu:  # for every message, so without a tensor operation
                 return _MARK.startswith(ctypes.string_at(tensor.data_ptr(), min(tensor.nbytes, len(_MARK))))
             return _MARK.startswith(bytes(_start_of(tensor).tolist()))
     return False

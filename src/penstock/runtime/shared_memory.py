@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import itertools
 import mmap
 import os
 import platform
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from penstock.errors import WorkerError
@@ -41,6 +43,8 @@ SLOTS = 64
 SMALLEST_BUFFER = 2**16
 MOST_BYTES = 2**30
 """A channel's file grows no further."""
+PIECE_BYTES = 2**19
+"""Of what each of a group sums at a time."""
 SPIN_S = 50e-6
 """Looking so long before sleeping spares a wake-up; longer would take the core from a peer who shares it."""
 LOOK_S = 0.05
@@ -76,7 +80,8 @@ class _End:
         self.fd, self._side = fd, side
         self._control = _Mapped(fd, 0, _CONTROL_BYTES)
         self.words = memoryview(self._control.memory).cast("Q")
-        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._syscall = ctypes.CDLL(None).syscall
+        self._head_address = ctypes.c_void_p(self._control.address + 8 * _HEAD)
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, side)
 
     def peer_is_gone(self) -> bool:
@@ -91,14 +96,10 @@ class _End:
     def sleep_while_head_is(self, head: int, most_s: float) -> None:
         """The kernel looks at the counter before it lets the caller sleep: a wake-up is never missed."""
         span = (ctypes.c_long * 2)(int(most_s), int(most_s % 1 * 1e9))
-        self._futex(_FUTEX_WAIT, head & 0xFFFFFFFF, span)
+        self._syscall(_SYS_FUTEX, self._head_address, _FUTEX_WAIT, ctypes.c_uint(head & 0xFFFFFFFF), span, None, 0)
 
     def wake(self) -> None:
-        self._futex(_FUTEX_WAKE, 1, None)
-
-    def _futex(self, operation: int, value: int, span: ctypes.Array[ctypes.c_long] | None) -> None:
-        address = ctypes.c_void_p(self._control.address + 8 * _HEAD)
-        self._libc.syscall(_SYS_FUTEX, address, operation, ctypes.c_uint(value), span, None, 0)
+        self._syscall(_SYS_FUTEX, self._head_address, _FUTEX_WAKE, 1, None, None, 0)
 
 
 class Outlet(_End):
@@ -251,10 +252,14 @@ class Line:
 class SharedMemoryTransport:
     """Through shared memory where there is a line to the peer; all else by the transport underneath."""
 
-    def __init__(self, underneath: Transport, lines: Mapping[int, Line]) -> None:
+    def __init__(
+        self, underneath: Transport, lines: Mapping[int, Line], rings: Collection[tuple[int, ...]] = ()
+    ) -> None:
+        """``rings`` are groups in which each has a line to the next, and the last to the first: they sum over those."""
         self.rank = underneath.rank
-        self._underneath, self._lines = underneath, lines
+        self._underneath, self._lines, self._rings = underneath, lines, rings
         self._outlets = [outlet for line in lines.values() for outlet in line.outlets.values()]
+        self._passed: Counter[tuple[int, str]] = Counter()
 
     def send(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
         peer, direction = channel
@@ -277,6 +282,9 @@ class SharedMemoryTransport:
         return received
 
     def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        if workers in self._rings and tensor.is_contiguous():
+            self._sum_around(tensor.view(-1), workers, timeout_s)
+            return
         if not self.push():
             self._underneath.all_reduce(tensor, workers, timeout_s)
             return
@@ -287,6 +295,44 @@ class SharedMemoryTransport:
                 self.push()
                 time.sleep(NAP_S)
             summing.result()
+
+    def _sum_around(self, flat: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        """A part for each worker goes around, growing by everyone's, until it is whole; then it goes around again. All
+        get the same bits. Pieces that stay in the cache go one after the other."""
+        count = len(workers)
+        step = max(1, count * PIECE_BYTES // flat.element_size())
+        try:
+            for start in range(0, len(flat), step):
+                piece = flat[start : start + step]
+                bounds = [len(piece) * part // count for part in range(count + 1)]
+                parts = [piece[begin:end] for begin, end in itertools.pairwise(bounds)]
+                self._around(parts, workers, timeout_s)
+        except WorkerError as error:
+            raise WorkerError(f"the all-reduce among workers {workers} failed: {error}") from error
+
+    def _around(self, parts: Sequence[Tensor], workers: tuple[int, ...], timeout_s: float) -> None:
+        count, place = len(workers), workers.index(self.rank)
+        after, before = workers[(place + 1) % count], workers[place - 1]
+        room = torch.empty_like(max(parts, key=len))
+        for turn in range(count - 1):
+            sent = self._pass_on(parts[place - turn], after)
+            growing = parts[(place - turn - 1) % count]
+            other = room[: len(growing)]
+            self._take_over(other, before, timeout_s)
+            growing.add_(other)
+            sent.wait(timeout_s)
+        for turn in range(count - 1):
+            sent = self._pass_on(parts[(place - turn + 1) % count], after)
+            self._take_over(parts[(place - turn) % count], before, timeout_s)
+            sent.wait(timeout_s)
+
+    def _pass_on(self, part: Tensor, peer: int) -> Pending:
+        self._passed[peer, "to"] += 1
+        return self.send(part, (peer, Kind.SYNC), self._passed[peer, "to"])
+
+    def _take_over(self, part: Tensor, peer: int, timeout_s: float) -> None:
+        self._passed[peer, "from"] += 1
+        self.receive(part, (peer, Kind.SYNC), self._passed[peer, "from"]).wait(timeout_s)
 
     def push(self) -> bool:
         """Try again what found no room; returns whether some still has none."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +18,12 @@ from penstock.runtime.split import Section
 from penstock.runtime.weights import Version, Weights
 
 
-@dataclass(frozen=True)
-class _Made:
+class _Made(NamedTuple):
     sent: dict[str, Tensor]
     loss: Tensor | None
 
 
-@dataclass(frozen=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     version: Version
     received: dict[str, Tensor]
     made: Callable[[], _Made]
@@ -35,8 +32,7 @@ class _InFlight:
     """what the first half of its backward leaves to the second"""
 
 
-@dataclass(frozen=True)
-class _HalfDone:
+class _HalfDone(NamedTuple):
     version: Version
     scale: float
     round_number: int | None
