@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -185,11 +184,7 @@ def trace_answer(trace: Trace) -> dict[str, Any]:
 
 
 def _medians(trace: Trace, worker: int) -> dict[str, float]:
-    durations: dict[str, list[float]] = defaultdict(list)
-    for event in trace.events:
-        if event.worker == worker:
-            durations[event.action.kind.value].append(event.end_s - event.start_s)
-    return {kind: statistics.median(values) for kind, values in sorted(durations.items())}
+    return {kind.value: seconds for kind, seconds in sorted(trace.medians_s(worker).items())}
 
 
 def trace_table(trace: Trace) -> Table:

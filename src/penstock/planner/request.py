@@ -306,8 +306,8 @@ class Request:
             minibatches = -(-minibatches // plan.microbatches) + 2
         rate = simulate(plan, minibatches).samples_per_s
         simulated_s = plan.profile.batch_size / rate if rate > 0 else 0.0
-        if not plan.is_asynchronous:  # the simulator lets messages of different pairs of workers pass each other
-            return max(simulated_s, plan.microbatches * PlanCosts(plan).bottleneck_s()), plan
+        if not plan.is_asynchronous:
+            return simulated_s, plan
         return (estimate_s if simulated_s <= estimate_s * CONFIRMED else simulated_s), plan
 
     def _deepened(self, plan: Plan) -> Scored:

@@ -98,7 +98,7 @@ class TableSearch:
                 link = levels.slowest_link((*stage.devices, *behind.devices))
                 other = self.stage_costs.block(behind.team, behind.behind, one[1], np.array([behind.end]))
                 busiest = max(float(np.max(block.busiest)), float(np.max(other.busiest)))
-                crossing_s = float(message(self.stage_costs.crossing_bytes[stage.end]).seconds(link))
+                crossing_s = float(message(self.stage_costs.crossing_bytes[stage.end]).occupied_s(link))
                 slowest_s = max(slowest_s, crossing_s * busiest)
         return slowest_s
 
@@ -174,7 +174,7 @@ class TableSearch:
 
     def _added_s(self, block: Block, node: Node, step: Step, begins: Ints, aim: Aim) -> Any:
         if aim is Aim.LATENCY:
-            return block.trip_s + self.stage_costs.cut_s[step.promise][begins][:, None]
+            return block.trip_s + self.stage_costs.crossing_s[step.promise][begins][:, None]
         return block.trip_s if self._behind(node) else 0.0
 
     def _idle(self, values: list[Floats], choices: list[Ints | None], number: int, place: int, step: Step) -> None:

@@ -17,7 +17,7 @@ from penstock.cluster import Device
 from penstock.cost import (
     CostModel,
     best_shares,
-    memory_bytes,
+    memory_of,
     message,
     pace,
     ring_allreduce,
@@ -216,18 +216,17 @@ class StageCosts:
 
     def memory_bytes(self, begin: Ints, end: Ints, depth: int, in_flight: Any, *, again: bool) -> Floats:
         scale = self.costs.scale
-        need: Floats = memory_bytes(
+        memory = memory_of(
             weights=self.parameter_bytes(begin, end),
             state=self._state_bytes(begin, end),
             saved=scale * _difference(self._saved_sums, begin, end),
             received=scale * self._received_bytes[np.ix_(begin, end)],
             sent=scale * self._sent_bytes[np.ix_(begin, end)],
-            in_flight=in_flight,
-            versions=self.family.versions(depth),
             largest=self.costs.largest_added(self.family),
             recompute=again,
             trains=self.family.trains,
         )
+        need: Floats = memory.at(in_flight=in_flight, versions=self.family.versions(depth))
         return need
 
     @cached_property
@@ -237,7 +236,12 @@ class StageCosts:
 
     @cached_property
     def cut_s(self) -> list[Floats]:
-        """[level][downset]: seconds on a link of that level for all that crosses the cut."""
+        """[level][downset]: how long all that crosses the cut occupies a link of that level."""
+        return [message(self.crossing_bytes).occupied_s(link) for link in self.costs.cluster.links]
+
+    @cached_property
+    def crossing_s(self) -> list[Floats]:
+        """[level][downset]: the same, latency included: until it is there."""
         return [message(self.crossing_bytes).seconds(link) for link in self.costs.cluster.links]
 
     @cached_property
