@@ -321,24 +321,47 @@ class PlanCosts:
     def cut_s(self, stage: int) -> float:
         """Seconds per microbatch on the links into the stage behind this one.
 
-        All that crosses the cut, over the slowest link between any two devices of the two stages; the busiest device
-        on either side handles its share of the microbatches. Between two stages of the same workers nothing moves.
+        All that crosses the cut, over the slowest link between any two devices of the two stages. A host has one such
+        link for all its devices, so the busiest on either side handles the share of all its replicas. Between two
+        stages of the same workers nothing moves.
         """
         ends = self.plan.stages[stage : stage + 2]
         if ends[0].devices == ends[1].devices:
             return 0.0
-        busiest = max(max(end.shares) / sum(end.shares) for end in ends)
-        return float(self._crossing(stage).occupied_s(self._link_behind(stage))) * busiest
+        cluster = self.plan.cluster
+        level = cluster.span((*ends[0].devices, *ends[1].devices))
+        occupied_s = float(self._crossing(stage).occupied_s(cluster.links[level]))
+        return occupied_s * max(self._busiest(end, level) for end in ends)
+
+    def _busiest(self, stage: Stage, level: int) -> float:
+        """The share of all microbatches that passes the busiest of a level's members: devices, or whole hosts."""
+        return max(self._by_member(stage, level).values())
+
+    def _by_member(self, stage: Stage, level: int) -> dict[int, float]:
+        loads: dict[int, float] = defaultdict(float)
+        for device, share in zip(stage.devices, stage.shares, strict=True):
+            loads[self.plan.cluster.member(level, device)] += share / sum(stage.shares)
+        return loads
+
+    def busiest_port_s(self) -> float:
+        """Seconds per microbatch on the busiest port of any device or host, out or in: all messages of all stages that
+        pass it, values and gradients. What a cut costs is part of it."""
+        stages, trains = self.plan.stages, family(self.plan.schedule).trains
+        edges = {ends: size for ends, size in self._edges.items() if size and (trains or ends[0] < ends[1])}
+        loads_s: dict[tuple[int, int, bool], float] = defaultdict(float)
+        for level, link in enumerate(self.plan.cluster.levels):
+            members = [self._by_member(stage, level) for stage in stages]
+            for (source, target), num_bytes in edges.items() if link.size > 1 else ():
+                for out, here, there in ((True, source, target), (False, target, source)):
+                    for member, share in members[here].items():
+                        leaving = share * (1 - members[there].get(member, 0.0))
+                        loads_s[level, member, out] += leaving * num_bytes / link.bytes_per_s
+        return max(loads_s.values(), default=0.0)
 
     def _crossing(self, stage: int) -> Traffic:
         before = {layer for each in self.plan.stages[: stage + 1] for layer in each.layers}
         after = {layer for each in self.plan.stages[stage + 1 :] for layer in each.layers}
         return message(self.sent_bytes(before, after))
-
-    def _link_behind(self, stage: int) -> Level:
-        """The slowest between any two devices of a stage and the one behind it."""
-        here, behind = self.plan.stages[stage : stage + 2]
-        return self.plan.cluster.slowest_link((*here.devices, *behind.devices))
 
     def bottleneck(self) -> tuple[int, int]:
         """What sets the pace: a stage, as (stage, stage), or the cut behind it, as (stage, stage + 1)."""
@@ -384,8 +407,11 @@ class PlanCosts:
     def latency_s(self) -> float:
         """One microbatch through all stages and cuts, alone."""
         stages = range(self.plan.pipeline.num_stages)
-        crossing_s = (float(self._crossing(stage).seconds(self._link_behind(stage))) for stage in stages[:-1])
-        return sum(map(self._trip_s, stages)) + sum(crossing_s)
+        return sum(map(self._trip_s, stages)) + sum(map(self._crossing_s, stages[:-1]))
+
+    def _crossing_s(self, stage: int) -> float:
+        here, behind = self.plan.stages[stage : stage + 2]
+        return float(self._crossing(stage).seconds(self.plan.cluster.slowest_link((*here.devices, *behind.devices))))
 
     def input_bytes(self, stage: int) -> float:
         """What a stage reads from earlier ones, per microbatch."""

@@ -237,7 +237,8 @@ class Plan:
     def _check_devices(self) -> None:
         if len(self.devices) > len(self.cluster.devices):
             raise PlanError(
-                f"{len(self.devices)} workers but {self.cluster.name} has {len(self.cluster.devices)} devices"
+                f"{len(self.devices)} workers but {self.cluster.name} has {len(self.cluster.devices)} devices; "
+                "plan for it, or give a larger one"
             )
         for device in self.devices:
             if not 0 <= device < len(self.cluster.devices):

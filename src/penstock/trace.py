@@ -199,9 +199,12 @@ class Trace:
     def utilisation(self, worker: int) -> float:
         return self.busy_s(worker) / self.span_s if self.span_s > 0 else 0.0
 
+    def of_worker(self, worker: int) -> Columns:
+        return self.columns[self._by_worker[worker]]
+
     def medians_s(self, worker: int) -> dict[Kind, float]:
         """Of each kind of action that it did, how long one took."""
-        mine = self.columns[self._by_worker[worker]]
+        mine = self.of_worker(worker)
         return {KINDS[code]: float(np.median(mine.seconds[mine.kind == code])) for code in np.unique(mine.kind)}
 
     @cached_property

@@ -205,18 +205,6 @@ def trace_table(trace: Trace) -> Table:
     return table
 
 
-def simulation_answer(plan: Plan, trace: Trace) -> dict[str, Any]:
-    return {**trace_answer(trace), "staleness": [staleness_answer(stage) for stage in plan.staleness]}
-
-
-def simulation_table(plan: Plan, trace: Trace) -> RenderableType:
-    table = trace_table(trace)
-    if not plan.is_asynchronous:
-        return table
-    found = ", ".join(f"stage {index}: {show_staleness(stage)}" for index, stage in enumerate(plan.staleness))
-    return Group(table, Text(f"staleness (updates between a forward and the one with its gradient): {found}"))
-
-
 def comparison_table(plan: Plan, measured: Trace, predicted: Trace, result: Result) -> Table:
     """Predicted against measured, stage by stage and worker by worker."""
     table = Table(box=box.SIMPLE_HEAD, title="predicted against measured")

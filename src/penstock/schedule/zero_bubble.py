@@ -41,9 +41,7 @@ class _Queue:
         return self.done[Kind.FORWARD] - self.done[Kind.INPUT] >= self.at_most
 
 
-def pack(
-    pipeline: Pipeline, microbatches: range, limits: Sequence[int], depths: Sequence[int]
-) -> list[list[Action]]:
+def pack(pipeline: Pipeline, microbatches: range, limits: Sequence[int], depths: Sequence[int]) -> list[list[Action]]:
     """Each worker's program for some microbatches, made by playing it with halves that take as long as a forward.
 
     ``limits`` is how many microbatches each worker may keep until their weights' gradients are made; ``depths`` how

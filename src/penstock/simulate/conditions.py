@@ -5,14 +5,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from penstock import codec
 from penstock.cluster import Cluster
-from penstock.errors import ClusterError
+from penstock.errors import ClusterError, FormatError, PenstockError
 
 Change = tuple[float, int, float]
 """From when on, which cause makes a device take how many times as long."""
@@ -96,6 +98,18 @@ class Conditions:
 
 
 CALM = Conditions()
+
+
+def parse_conditions(text: str, source: str) -> Conditions:
+    """From a TOML file, or from JSON with its format tag; ``source`` names the file."""
+    if not source.endswith(".toml"):
+        return codec.loads(Conditions, text, source)
+    try:
+        return codec.decode(Conditions, {"format": Conditions.FORMAT} | tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise FormatError(f"{source}: not TOML ({error}); correct it there") from None
+    except PenstockError as error:
+        raise type(error)(f"{source}: {error}") from None
 
 
 class Pace:

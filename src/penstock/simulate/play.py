@@ -24,7 +24,7 @@ from penstock.trace import CODES, Columns, Trace, trace_of
 class Inbox:
     """What the forwards of a stage wait for, or its backwards, one by one."""
 
-    __slots__ = ("missing", "ready_s", "wake", "waiting")
+    __slots__ = ("missing", "ready_s", "waiting", "wake")
 
     def __init__(self, microbatches: int, needs: int, wake: Callable[[int], None]) -> None:
         self.missing = [needs] * microbatches
