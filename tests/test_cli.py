@@ -37,6 +37,7 @@ OPTIONS = {
     "export": ["SOURCE", "--format", "--output"],
     "show": ["FILE", "--svg", "--json"],
     "simulate": ["PLAN", "--cluster", "--what-if", "--minibatches", "--output", "--json"],
+    "sweep": ["FILE...", "--cluster", "--schedule", "--minibatches", "--svg", "--json"],
     "train": [
         *("JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--init"),
         *("--checkpoint-every", "--keep-checkpoints", "--timeout", "--json"),

@@ -307,6 +307,49 @@ def simulate(
 
 
 @app.command(
+    epilog="Examples: penstock sweep profile.json --cluster local:2 --cluster local:4 --schedule pipedream "
+    "--schedule 1f1b; penstock sweep plan.json other-plan.json --svg sweep.svg"
+)
+def sweep(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="profiles to plan for each combination, or plans to take as they are"),
+    ],
+    cluster: Annotated[list[str] | None, typer.Option(help="as for `penstock plan`; repeatable")] = None,
+    schedule: Annotated[
+        list[str] | None, typer.Option(help="by name, as for `penstock plan`; a plan's own, or pipedream; repeatable")
+    ] = None,
+    minibatches: Annotated[int, typer.Option(min=1, help="how many to play of each")] = 50,
+    svg: Annotated[Path | None, typer.Option(help="where to draw what was found")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare schedules, plans and clusters by simulation: plan and play every combination, rank them."""
+    from penstock.cli import simulations
+    from penstock.sweep import Case
+    from penstock.sweep import sweep as compare
+
+    read = {str(file): read_profile_or_plan(file) for file in sources}
+    if not cluster and any(isinstance(each, Profile) for each in read.values()):
+        raise FormatError("a profile is planned for a cluster: give one or more with --cluster")
+
+    def tell(at: int, total: int, case: Case) -> None:
+        if not as_json:
+            typer.echo(f"{at + 1} of {total}: {case}", err=True)
+
+    found = compare(
+        read, [read_cluster(text) for text in cluster or ()], schedule or (), minibatches=minibatches, tell=tell
+    )
+    if svg is not None:
+        codec.write_text(simulations.sweep_svg(found), svg)
+    _answer(found, as_json, partial(simulations.sweep_table, found), f"drawing written to {svg}" if svg else "")
+
+
+def read_profile_or_plan(file: Path) -> Profile | Plan:
+    text = codec.read_text(file)
+    return codec.loads(Plan, text, str(file)) if f'"{Plan.FORMAT}"' in text[:100] else read_profile(file)
+
+
+@app.command(
     epilog="Examples: penstock train train.py plan.json; penstock train train.py --cluster local:2; "
     "penstock train train.py other-plan.json --resume penstock-runs/latest/checkpoints/step-00000500; "
     "penstock train train.py plan.json --init model.safetensors; on several hosts: "
@@ -408,9 +451,14 @@ def report(
 @app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
 def bench(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="accuracy, planner, profile, runtime or table1 (PipeDream's)")
+        str,
+        typer.Argument(
+            metavar="NAME", help="accuracy, planner, profile, runtime, simulator-scale or table1 (PipeDream's)"
+        ),
     ],
-    svg: Annotated[Path | None, typer.Option(help="where to draw what was found, with accuracy and planner")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="where to draw what was found, with accuracy, planner, simulator-scale")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure Penstock on this machine, beside its peers; or set its plans beside published ones."""

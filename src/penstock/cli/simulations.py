@@ -14,7 +14,9 @@ from rich.text import Text
 from penstock import codec
 from penstock.cli.show import show_staleness, staleness_answer, trace_answer
 from penstock.plan import Plan
+from penstock.report.bars import Bar, bars_svg
 from penstock.simulate import Simulation, verdict_of
+from penstock.sweep import Outcome
 from penstock.trace import Trace
 from penstock.units import show_bytes, show_seconds
 
@@ -120,3 +122,41 @@ def _comparison_table(base: Simulation, others: Sequence[Named]) -> RenderableTy
             line["bottleneck"]["limit"],
         )
     return Group(table, *(Text(f"- {name}: {verdict_of(played).text}") for name, played in others))
+
+
+def sweep_table(outcomes: Sequence[Outcome]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, title="fastest first")
+    for column in ("source", "schedule", "cluster", "replicas"):
+        table.add_column(column, overflow="fold")
+    for column in ("micro-\nbatches", "samples/s", "bubble", "peak memory"):
+        table.add_column(column, justify="right")
+    table.add_column("bottleneck")
+    for outcome in outcomes:
+        case = outcome.case
+        numbers = ["-"] * 5
+        if outcome.possible:
+            numbers = [
+                "-".join(map(str, outcome.replicas)),
+                str(outcome.microbatches),
+                f"{outcome.samples_per_s:.1f}",
+                f"{outcome.bubble:.0%}",
+                show_bytes(outcome.peak_memory_bytes),
+            ]
+        limit = outcome.limit if outcome.possible else "cannot be"
+        table.add_row(case.source, case.schedule, case.cluster, *numbers, limit)
+    return Group(table, *(Text(f"- {each.case}: {each.text}") for each in outcomes if not each.possible))
+
+
+def sweep_svg(outcomes: Sequence[Outcome]) -> str:
+    """A bar for each combination, coloured by schedule."""
+    colours = list(dict.fromkeys(outcome.case.schedule for outcome in outcomes))
+    bars = [
+        Bar(
+            str(each.case),
+            each.samples_per_s,
+            f"{each.samples_per_s:.1f} samples/s" if each.possible else "cannot be",
+            colours.index(each.case.schedule),
+        )
+        for each in outcomes
+    ]
+    return bars_svg(bars, about="Simulated samples per second of each combination")

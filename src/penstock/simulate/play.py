@@ -1,7 +1,7 @@
 """Plays the workers' action lists over shared links. What comes out has the form of a real run's trace.
 
-A worker's next actions depend on nobody else until one lacks an input, so each is played ahead of time up to there. Only
-messages and meetings, where workers meet on links, go through the clock.
+A worker's next actions depend on nobody else until one lacks an input, so each is played ahead of time up to there.
+Only messages and meetings, where workers meet on links, go through the clock.
 """
 
 from __future__ import annotations
