@@ -339,8 +339,9 @@ class PlanCosts:
 
     def _by_member(self, stage: Stage, level: int) -> dict[int, float]:
         loads: dict[int, float] = defaultdict(float)
+        total = sum(stage.shares)
         for device, share in zip(stage.devices, stage.shares, strict=True):
-            loads[self.plan.cluster.member(level, device)] += share / sum(stage.shares)
+            loads[self.plan.cluster.member(level, device)] += share / total
         return loads
 
     def busiest_port_s(self) -> float:

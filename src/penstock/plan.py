@@ -22,7 +22,7 @@ from penstock.schedule import (
     build_schedule,
     check_layout,
     family,
-    staleness_of,
+    steady_staleness,
 )
 from penstock.schedule.custom import check_custom, parse_custom
 
@@ -195,15 +195,10 @@ class Plan:
 
     @cached_property
     def staleness(self) -> tuple[Staleness, ...]:
-        """Of each stage once the pipeline is full, over microbatches among which every replica has its turn."""
+        """Of each stage once the pipeline is full."""
         if not self.is_asynchronous:
             return (Staleness((self.microbatches,)),) * len(self.stages)
-        sizes = self.pipeline.round_sizes
-        turn = max(self.microbatches, min(math.lcm(*sizes), 4 * max(sizes)))
-        filling = max(size * stage.in_flight for size, stage in zip(sizes, self.stages, strict=True))
-        minibatches = -(-(filling + turn) // self.microbatches) + 2
-        schedule = self.schedule_for([self.microbatches] * minibatches)
-        return staleness_of(schedule, range(schedule.microbatches - turn, schedule.microbatches))
+        return steady_staleness(self.schedule, self.pipeline, [stage.in_flight for stage in self.stages])
 
     @cached_property
     def _custom_programs(self) -> tuple[tuple[Action, ...], ...]:
