@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from builders import chain_profile
-from penstock.bench import growth, run_benchmark
+from penstock.bench import growth, run_benchmark, scale
 from penstock.bench.published import CLUSTERS, PROFILES, TABLE_1, Measured, Published
 from penstock.bench.rows import Row, at_least, at_most
 from penstock.bench.table1 import as_run, compare, compare_with
@@ -249,3 +249,14 @@ def test_every_difference_from_table_1_has_a_reason(published: Published) -> Non
     differs = config_of(found.chosen) != config_of(found.as_published)
     differs |= abs(found.speedup(found.as_published) / published.speedup - 1) > 0.05
     assert bool(why(found)) == differs
+
+
+def test_bench_simulator_scale_plays_each_shape_in_a_process_and_draws_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shape in scale.SHAPES:
+        point = scale.measure(shape, 12, workers=16)
+        assert point.actions >= 16 * 12 * 3 - 16
+    points = [scale.measure("pipedream", microbatches, workers=16) for microbatches in (8, 16)]
+    assert [row.metric for row in scale.rows_of(points)] == ["CPU seconds", "us per action", "peak bytes"] * 2
+    assert "million actions" in scale.scale_svg(points)

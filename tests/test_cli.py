@@ -36,7 +36,8 @@ OPTIONS = {
     "import": ["FILE", "--output", "--json"],
     "export": ["SOURCE", "--format", "--output"],
     "show": ["FILE", "--svg", "--json"],
-    "simulate": ["PLAN", "--minibatches", "--output", "--json"],
+    "simulate": ["PLAN", "--cluster", "--what-if", "--minibatches", "--output", "--json"],
+    "sweep": ["FILE...", "--cluster", "--schedule", "--minibatches", "--svg", "--json"],
     "train": [
         *("JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--init"),
         *("--checkpoint-every", "--keep-checkpoints", "--timeout", "--json"),
@@ -120,9 +121,13 @@ def test_show_and_simulate_answer_in_json(plan_file: Path) -> None:
     trace = plan_file.with_name("trace.json")
     answer = json.loads(invoke("simulate", str(plan_file), "--output", str(trace), "--json").stdout)
     stages = codec.load(Plan, plan_file).staleness
-    assert answer.pop("staleness") == [{"mean": stage.mean, "most": stage.most} for stage in stages]
-    assert set(answer) == {"origin", "seconds", "samples_per_s", "workers"}
-    assert json.loads(invoke("show", str(trace), "--json").stdout) == answer
+    assert answer["staleness"] == [{"mean": stage.mean, "most": stage.most} for stage in stages]
+    shown = json.loads(invoke("show", str(trace), "--json").stdout)
+    assert set(shown) == {"origin", "seconds", "samples_per_s", "workers"}
+    assert set(answer) == {*shown, "staleness", "bottleneck", "links", "what_if"}
+    for played, worker in zip(answer["workers"], shown["workers"], strict=True):
+        assert played.items() >= worker.items()
+        assert {*played} - {*worker} == {"averaging", "bubble", "peak_memory_bytes", "device_memory_bytes"}
 
 
 def test_staleness_is_shown_of_asynchronous_plans_alone(tmp_path: Path) -> None:

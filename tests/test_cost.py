@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from builders import chain_graph, chain_profile, flat_cluster, law, layer_seconds, plan_of, profile_of, profiles
 from penstock.cluster import Cluster, Device, Level
-from penstock.cost import CostModel, PlanCosts, stashes_weights
+from penstock.cost import CostModel, PlanCosts, message, stashes_weights
 from penstock.errors import ProfileError
 from penstock.graph import Layer, LayerGraph, Value
 from penstock.plan import Stage
@@ -45,10 +45,10 @@ def test_an_all_reduce_across_hosts_goes_at_the_rate_between_hosts() -> None:
     assert costs.allreduce_s(100, [1, 2]) == pytest.approx(10.0)
 
 
-def test_a_transfer_costs_latency_and_bytes_over_bandwidth_and_nothing_for_nothing() -> None:
-    costs = model(cluster=flat_cluster(2, bytes_per_s=100.0, latency_s=0.5))
-    assert costs.transfer_s(200, 0, 1) == pytest.approx(2.5)
-    assert costs.transfer_s(0, 0, 1) == 0.0
+def test_a_message_costs_latency_and_bytes_over_bandwidth_and_nothing_for_nothing() -> None:
+    link = flat_cluster(2, bytes_per_s=100.0, latency_s=0.5).link(0, 1)
+    assert message(200).seconds(link) == pytest.approx(2.5)
+    assert message(0).seconds(link) == 0.0
 
 
 @law
@@ -123,15 +123,14 @@ def test_a_stage_that_recomputes_keeps_its_inputs_and_the_rest_of_one_microbatch
     assert model(profile).backward_s([1, 2], 0, recompute=True) == model(profile).backward_s([1, 2], 0) + 2.0
 
 
-def test_a_plan_knows_the_seconds_of_each_action_message_and_meeting() -> None:
+def test_a_plan_knows_the_seconds_of_each_action_and_meeting_and_the_bytes_of_each_message() -> None:
     profile = chain_profile([1.0, 2.0], batch_size=4, microbatch_size=2, value_bytes=30, parameter_bytes=60)
     plan = plan_of(profile, flat_cluster(3, bytes_per_s=10.0), [[0], [1]], [1, 2], microbatches=4)
     costs = PlanCosts(plan)
     assert costs.compute_s(Action.parse("0F0"), 0) == pytest.approx(0.5)
     assert costs.compute_s(Action.parse("1B0"), 2) == pytest.approx(2.0)
     assert costs.compute_s(Action.parse("1STEP0"), 1) == 0.0
-    assert costs.message_s(Action.parse("0F0"), 0, 1, 1) == pytest.approx(1.5)
-    assert costs.message_s(Action.parse("1B0"), 1, 0, 0) == pytest.approx(1.5)
+    assert costs.message_bytes(0, 1) == costs.message_bytes(1, 0) == pytest.approx(15)
     assert costs.sync_s(0) == 0.0
     assert costs.sync_s(1) == pytest.approx(6.0)
 

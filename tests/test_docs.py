@@ -9,11 +9,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from builders import chain_profile
+from penstock import codec
+from penstock.cli.app import app
 from penstock.cluster import load_cluster, parse_cluster
 from penstock.planner import make_plan
 from penstock.schedule import FAMILIES, check
+from penstock.simulate import parse_conditions
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -64,6 +68,23 @@ def test_the_schedule_file_of_the_docs_is_planned_and_checked() -> None:
     assert [len(stage.layers) for stage in plan.stages] == [2, 2]
     assert plan.microbatches == 3
     check(plan.schedule_for([3, 3, 2]))
+
+
+def test_the_commands_and_the_conditions_of_the_simulators_page_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "simulator.md").read_text()
+    profile = chain_profile([1e-3] * 4)
+    codec.save(profile, tmp_path / "profile.json")
+    codec.save(make_plan(profile, parse_cluster("local:2")), tmp_path / "plan.json")
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^\$ penstock (.*)$", "\n".join(blocks(page, "console")), flags=re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        result = CliRunner().invoke(app, command.split())
+        assert result.exit_code == 0, (command, result.output)
+    (conditions,) = blocks(page, "toml")
+    parse_conditions(conditions, "slow.toml").check(parse_cluster("local:2"))
 
 
 def test_every_schedule_is_in_the_docs() -> None:

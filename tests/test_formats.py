@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from builders import chain_profile, flat_cluster, law, plan_of, plans
 from penstock import codec
 from penstock.cluster import Device, Level, parse_cluster
-from penstock.cost import CostModel
+from penstock.cost import CostModel, message
 from penstock.errors import ClusterError, FormatError, GraphError, PenstockError, PlanError, ProfileError
 from penstock.formats import (
     PLAN_FORMATS,
@@ -478,7 +478,7 @@ def test_layer_profiles_become_a_chain_whose_link_gives_the_seconds_back() -> No
     assert [row.forward_s for row in profile.seconds_on("any")] == [0.001, 0.002, 0.003]
     assert [row.backward_input_s for row in profile.seconds_on("any")] == [0.002, 0.004, 0.0065]
     costs = CostModel(profile=profile, cluster=flat_cluster(2, bytes_per_s=1e6), microbatch_size=1)
-    assert costs.transfer_s(costs.forward_bytes([0], [1]), 0, 1) == 0.5
+    assert message(costs.forward_bytes([0], [1])).seconds(costs.cluster.link(0, 1)) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -531,7 +531,7 @@ def test_a_node_and_its_gradient_are_one_layer_and_costs_come_back() -> None:
     assert [(value.name, value.consumers) for value in profile.graph.values] == [("a", (1, 2)), ("b", (2,))]
     assert cluster.devices == (Device(memory_bytes=1000),) * 2
     costs = CostModel(profile=profile, cluster=cluster, microbatch_size=1)
-    assert costs.transfer_s(costs.forward_bytes([0], [1, 2]), 0, 1) == 0.25
+    assert message(costs.forward_bytes([0], [1, 2])).seconds(costs.cluster.link(0, 1)) == 0.25
     # A node's size counts for its gradient too: as weights and their gradients do here.
     buffers = 2 * costs.forward_bytes({0, 1}, {2})
     assert costs.stage_memory_bytes(Stage(layers=(0, 1), devices=(0,)), family("1f1b")) - buffers == 4 * 64

@@ -17,7 +17,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "sampling", "job", "remedy", "run",
     ),
     1: ("cost", "sync"),
-    2: ("planner", "simulate", "formats", "survey"),
+    2: ("planner", "simulate", "sweep", "formats", "survey"),
     3: ("runtime",),
     4: ("adapt",),
     5: ("cli", "report", "workloads", "bench", "__main__"),

@@ -9,19 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import (
+    SYNCHRONOUS,
+    TRAINING,
     chain_profile,
     flat_cluster,
     law,
+    layer_seconds,
     one_layer_per_stage,
     plan_of,
     plans,
+    profile_of,
     slow_law,
 )
+from penstock import codec
+from penstock.cluster import Cluster, Device, Level
 from penstock.cost import PlanCosts
+from penstock.errors import ClusterError
+from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.plan import Plan
-from penstock.schedule import Kind, check, dependencies, depths_with_slack, family
+from penstock.schedule import Kind, check, dependencies, depths_with_slack, family, planned_depth
 from penstock.schedule.builders import position_on
-from penstock.simulate import simulate
+from penstock.simulate import Conditions, Episode, Stragglers, parse_conditions, play, simulate
 
 stage_seconds = st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4)
 
@@ -92,10 +100,35 @@ def test_inference_runs_at_the_rate_of_its_slowest_stage_and_takes_the_sum_of_al
 
 @slow_law
 @given(plans(), st.integers(1, 4))
-def test_doubling_every_bandwidth_never_slows_a_plan(plan: Plan, minibatches: int) -> None:
-    levels = tuple(replace(level, bytes_per_s=2 * level.bytes_per_s) for level in plan.cluster.levels)
-    faster = replace(plan, cluster=replace(plan.cluster, levels=levels))
-    assert simulate(faster, minibatches).span_s <= simulate(plan, minibatches).span_s * (1 + 1e-9)
+def test_no_plan_is_slower_where_messages_and_averaging_take_no_time(plan: Plan, minibatches: int) -> None:
+    """More bandwidth alone promises nothing: what comes earlier may be in somebody's way."""
+    levels = tuple(replace(level, bytes_per_s=1e18, latency_s=0.0) for level in plan.cluster.levels)
+    free = replace(plan, cluster=replace(plan.cluster, levels=levels))
+    assert simulate(free, minibatches).span_s <= simulate(plan, minibatches).span_s * (1 + 1e-6)
+
+
+@slow_law
+@given(plans(), st.integers(1, 3), st.sampled_from([0.5, 3.0]))
+def test_where_everything_takes_so_many_times_as_long_so_does_the_whole(
+    plan: Plan, minibatches: int, times: float
+) -> None:
+    levels = tuple(
+        replace(level, bytes_per_s=level.bytes_per_s / times, latency_s=level.latency_s * times)
+        for level in plan.cluster.levels
+    )
+    devices = tuple(replace(device, speed=device.speed / times) for device in plan.cluster.devices)
+    slower = replace(plan, cluster=replace(plan.cluster, levels=levels, devices=devices))
+    span_s = simulate(plan, minibatches).span_s
+    assert simulate(slower, minibatches).span_s == pytest.approx(times * span_s, rel=1e-6)
+
+
+@slow_law
+@given(plans(), st.integers(1, 4))
+def test_no_port_carries_more_than_it_can_nor_less_than_was_sent(plan: Plan, minibatches: int) -> None:
+    played = play(plan, minibatches)
+    assert all(played.occupied(link) <= 1 + 1e-9 for link in played.links)
+    out = sum(link.carried_bytes for link in played.links if link.place.out)
+    assert out == pytest.approx(sum(link.carried_bytes for link in played.links if not link.place.out))
 
 
 @slow_law
@@ -147,6 +180,158 @@ def test_messages_of_one_direction_between_two_workers_queue_up() -> None:
     plan = plan_of(profile, flat_cluster(2, bytes_per_s=100.0), [[0], [1]], schedule="gpipe", microbatches=3)
     start_s = {str(event.action): event.start_s for event in simulate(plan, 1).events}
     assert [start_s[f"1F{i}"] for i in range(3)] == pytest.approx([6.0, 11.0, 16.0])
+
+
+def test_messages_from_two_workers_into_one_share_its_port() -> None:
+    """Two replicas send 100 bytes each at 1 s to a stage that takes 100 bytes a second: both are there at 3 s."""
+    profile = chain_profile([1.0, 0.0], batch_size=2, value_bytes=100)
+    plan = plan_of(profile, flat_cluster(3, bytes_per_s=100.0), [[0], [1]], [2, 1], schedule="gpipe", microbatches=2)
+    start_s = {str(event.action): event.start_s for event in simulate(plan, 1).events}
+    assert (start_s["1F0"], start_s["1F1"]) == (pytest.approx(3.0), pytest.approx(3.0))
+
+
+def test_a_transfer_goes_on_faster_when_the_other_has_ended() -> None:
+    """Stage 0 sends 100 bytes to stage 1 and 300 to stage 2, at 100 bytes a second: shared for 2 s, then alone."""
+    graph = LayerGraph(
+        layers=tuple(Layer(id=i, name=f"l{i}", kind="Any") for i in range(3)),
+        values=(
+            Value(name="near", producer=0, consumers=(1,), num_bytes=100, differentiable=False),
+            Value(name="far", producer=0, consumers=(2,), num_bytes=300, differentiable=False),
+            Value(name="nothing", producer=1, consumers=(2,), num_bytes=0, differentiable=False),
+        ),
+    )
+    profile = profile_of(graph, [layer_seconds(1.0)] * 3, batch_size=1)
+    plan = plan_of(profile, flat_cluster(3, bytes_per_s=100.0), [[0], [1], [2]])
+    start_s = {str(event.action): event.start_s for event in simulate(plan, 1).events}
+    assert (start_s["1F0"], start_s["2F0"]) == (pytest.approx(3.0), pytest.approx(5.0))
+
+
+def test_devices_of_a_host_share_its_link_to_other_hosts() -> None:
+    """Two devices of one host send to two of another: 100 bytes each over 100 bytes a second take 2 s."""
+    cluster = Cluster(
+        name="hosts",
+        devices=(Device(),) * 4,
+        levels=(Level(size=2, bytes_per_s=1e9), Level(size=2, bytes_per_s=100.0)),
+    )
+    profile = chain_profile([1.0, 1.0], batch_size=2, value_bytes=100)
+    plan = plan_of(profile, cluster, [[0], [1]], [2, 2], schedule="gpipe", microbatches=2)
+    start_s = {str(event.action): event.start_s for event in simulate(plan, 1).events}
+    assert (start_s["1F0"], start_s["1F1"]) == (pytest.approx(3.0), pytest.approx(3.0))
+    assert PlanCosts(plan).cut_s(0) == pytest.approx(1.0)  # a microbatch's 100 bytes: all pass the host's one link
+    assert PlanCosts(plan).busiest_port_s() == pytest.approx(1.0)
+
+
+def test_latency_delays_and_does_not_occupy() -> None:
+    profile = chain_profile([1.0, 0.0], batch_size=3, value_bytes=100)
+    cluster = flat_cluster(2, bytes_per_s=100.0, latency_s=7.0)
+    plan = plan_of(profile, cluster, [[0], [1]], schedule="gpipe", microbatches=3)
+    start_s = {str(event.action): event.start_s for event in simulate(plan, 1).events}
+    assert [start_s[f"1F{i}"] for i in range(3)] == pytest.approx([9.0, 10.0, 11.0])
+    assert PlanCosts(plan).cut_s(0) == pytest.approx(1.0)
+
+
+def test_messages_and_averaging_share_a_port() -> None:
+    """The averaging of stage 1's two replicas meets a message into one of them on its way in."""
+    profile = chain_profile([1.0, 1.0], batch_size=2, value_bytes=100, parameter_bytes=0)
+    alone = plan_of(profile, flat_cluster(3, bytes_per_s=100.0), [[0], [1]], [1, 2], schedule="pipedream")
+    heavy = replace(
+        alone,
+        profile=replace(
+            profile,
+            graph=replace(
+                profile.graph, parameters=(Parameter(name="w0", num_bytes=0), Parameter(name="w1", num_bytes=1000))
+            ),
+        ),
+    )
+    meetings = [e for e in simulate(heavy, 8).events if e.action.kind is Kind.SYNC]
+    ring_s = min(e.end_s - e.start_s for e in meetings)
+    assert ring_s >= PlanCosts(heavy).sync_s(1) * (1 - 1e-9)
+    assert max(e.end_s - e.start_s for e in meetings if e.worker == 2) > ring_s
+
+
+@pytest.mark.parametrize("schedule", [*TRAINING, "inference"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_memory_curve_peaks_at_what_the_plan_predicts(schedule: str, recompute: bool) -> None:
+    profile = chain_profile([1.0] * 3, value_bytes=10, parameter_bytes=1000, saved_bytes=100)
+    microbatches = 8 if family(schedule).accumulates else 1
+    plan = plan_of(profile, flat_cluster(4), [[0], [1], [2]], [2, 1, 1], schedule=schedule, microbatches=microbatches)
+    depths = [planned_depth(schedule, plan.pipeline, stage, microbatches) for stage in range(3)]
+    stages = (replace(s, recompute=recompute, in_flight=d) for s, d in zip(plan.stages, depths, strict=True))
+    played = play(replace(plan, stages=tuple(stages)), 20)
+    predicted = [played.costs.memory_bytes(worker) for worker in range(4)]
+    if schedule == "vertical":  # later stages keep the versions that the first one is behind by
+        assert played.peak_bytes[0] == predicted[0]
+    else:
+        assert list(played.peak_bytes) == predicted
+
+
+@slow_law
+@given(plans(schedules=SYNCHRONOUS), st.integers(1, 3))
+def test_memory_never_exceeds_the_prediction_and_ends_where_it_began(plan: Plan, minibatches: int) -> None:
+    depths = [planned_depth(plan.schedule, plan.pipeline, s, plan.microbatches) for s in range(len(plan.stages))]
+    plan = replace(plan, stages=tuple(replace(s, in_flight=d) for s, d in zip(plan.stages, depths, strict=True)))
+    played = play(plan, minibatches)
+    for worker in range(len(plan.devices)):
+        curve = played.memory(worker)
+        assert curve.peak_bytes <= played.costs.memory_bytes(worker) * (1 + 1e-9)
+        fixed = sum(m.fixed + m.per_version for m in map(played.costs.memory, plan.pipeline.stages_of[worker]))
+        assert curve.num_bytes[-1] == pytest.approx(fixed, abs=1e-3)
+
+
+def test_a_persistent_slowdown_stretches_what_its_device_computes_from_then_on() -> None:
+    plan = one_layer_per_stage([1.0], schedule="pipedream")  # a forward takes 1 s, a backward 2 s
+    slow = Conditions(episodes=(Episode(device=0, times=3.0, start_s=1.5),))
+    ends_s = [
+        event.end_s for event in simulate(plan, 2, slow).events if event.action.kind in (Kind.FORWARD, Kind.BACKWARD)
+    ]
+    assert ends_s == pytest.approx([1.0, 1.5 + 1.5 * 3, 6.0 + 3, 9.0 + 6])
+
+
+def test_a_recorded_slowdown_ends_and_others_multiply_with_it() -> None:
+    plan = one_layer_per_stage([1.0], schedule="inference")
+    slow = Conditions(
+        episodes=(
+            Episode(device=0, times=2.0, start_s=0.5, end_s=2.5),
+            Episode(device=0, times=2.0, start_s=1.5, end_s=2.5),
+        )
+    )
+    # half a second at full speed, then a second at a half, half of the rest at a quarter, the rest at full speed
+    assert [e.end_s for e in simulate(plan, 3, slow).events] == pytest.approx([1.5, 3.25, 4.25])
+
+
+def test_stragglers_are_the_same_for_the_same_seed_and_cost_what_they_say_on_average() -> None:
+    plan = one_layer_per_stage([0.01], schedule="inference")
+
+    def span_s(seed: int) -> float:
+        often = Stragglers(times=3.0, every_s=0.5, lasting_s=0.5)
+        return simulate(plan, 10_000, Conditions(stragglers=(often,), seed=seed)).span_s
+
+    assert span_s(1) == span_s(1) != span_s(2)
+    assert span_s(1) == pytest.approx(100 * 1.5, rel=0.1)  # half of the time at a third of the speed: two thirds
+
+
+def test_conditions_are_read_from_toml_and_json_and_checked() -> None:
+    text = """
+    seed = 7
+    [[episodes]]
+    device = 1
+    times = 2.0
+    [[stragglers]]
+    times = 1.5
+    every_s = 10.0
+    lasting_s = 1.0
+    """
+    found = parse_conditions(text, "slow.toml")
+    assert found == Conditions(
+        episodes=(Episode(device=1, times=2.0),),
+        stragglers=(Stragglers(times=1.5, every_s=10.0, lasting_s=1.0),),
+        seed=7,
+    )
+    assert parse_conditions(codec.dumps(found), "slow.json") == found
+    with pytest.raises(ClusterError, match=r"slow\.toml: episodes\[0\]: a slowdown of 0\.0 times; it must be above 0"):
+        parse_conditions("[[episodes]]\ndevice = 0\ntimes = 0.0", "slow.toml")
+    with pytest.raises(ClusterError, match="a slowdown of device 1, and flat has 1"):
+        simulate(one_layer_per_stage([1.0], schedule="inference"), 1, found)
 
 
 def test_replicas_wait_for_the_slowest_before_they_synchronise() -> None:

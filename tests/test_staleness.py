@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import minibatch_sizes, pipelines
+from builders import law, minibatch_sizes, pipelines
 from in_threads import even_plan, profile_of, run_in_threads
 from models import make_job
 from penstock import Remedy
 from penstock.errors import FormatError, JobError
 from penstock.runtime.assemble import make_epoch
-from penstock.schedule import Staleness, build_schedule, staleness_of
+from penstock.schedule import Pipeline, Staleness, build_schedule, staleness_of, steady_staleness, usual_depth
 
 STEADY = {
     ("pipedream", (1, 1, 1)): (2, 1, 0),
@@ -61,6 +62,18 @@ def test_workers_find_the_staleness_of_their_schedule(schedule: str, replicas: t
 def test_synchronous_gradients_are_never_stale(pipeline: object, minibatches: list[int]) -> None:
     for stage in staleness_of(build_schedule("1f1b", pipeline, minibatches)):  # type: ignore[arg-type]
         assert stage == Staleness((sum(minibatches),))
+
+
+@law
+@given(pipelines(), st.sampled_from(["pipedream", "vertical", "2bw"]))
+def test_the_staleness_of_a_full_pipeline_is_that_of_its_schedule(pipeline: Pipeline, name: str) -> None:
+    depths = [usual_depth(name, pipeline, stage) for stage in range(pipeline.num_stages)]
+    turn, size = math.lcm(*pipeline.round_sizes), max(pipeline.round_sizes) if name == "2bw" else 1
+    filling = max(rounds * depth for rounds, depth in zip(pipeline.round_sizes, depths, strict=True))
+    schedule = build_schedule(name, pipeline, [size] * (-(-(filling + turn) // size) + 2), depths)
+    over = range(schedule.microbatches - turn, schedule.microbatches)
+    steady = steady_staleness(name, pipeline, depths)
+    assert [(s.mean, s.most) for s in steady] == [(s.mean, s.most) for s in staleness_of(schedule, over)]
 
 
 def test_mean_and_most_of_a_count() -> None:

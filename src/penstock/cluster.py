@@ -101,14 +101,23 @@ class Cluster:
 
     def link(self, first: int, second: int) -> Level:
         """The level over which two devices talk."""
-        for reach, link in zip(self.reach, self.links, strict=True):
-            if first // reach == second // reach:
-                return link
-        raise ClusterError(f"devices {first} and {second} are not both in {self.name}, which has {len(self.devices)}")
+        return self.links[self.span((first, second))]
 
     def slowest_link(self, devices: Sequence[int]) -> Level:
-        """The lowest level that holds all of these devices: what a ring through them must cross."""
-        return self.link(min(devices), max(devices))
+        """What a ring through these devices must cross."""
+        return self.links[self.span(devices)]
+
+    def span(self, devices: Sequence[int]) -> int:
+        """The lowest level that holds all of these devices."""
+        first, last = min(devices), max(devices)
+        for level, reach in enumerate(self.reach):
+            if first // reach == last // reach:
+                return level
+        raise ClusterError(f"devices {first} and {last} are not both in {self.name}, which has {len(self.devices)}")
+
+    def member(self, level: int, device: int) -> int:
+        """Which of those that a level joins has the device: itself, at the innermost, or a group of the level below."""
+        return device // self.reach[level - 1] if level else device
 
 
 def parse_cluster(text: str) -> Cluster:

@@ -13,7 +13,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -40,7 +40,7 @@ def encode(value: Any) -> Any:
         return tag | {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {key: encode(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return [encode(item) for item in value]
     return value
 
@@ -115,7 +115,7 @@ def _decode(hint: Any, data: Any, where: str) -> Any:
         return _decode_dataclass(hint, data, where)
     if origin in (typing.Union, types.UnionType):
         return _decode_optional(hint, data, where)
-    if origin is tuple:
+    if origin in (tuple, Sequence):
         return _decode_tuple(hint, data, where)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(data, dict):
@@ -181,7 +181,7 @@ def _decode_tuple(hint: Any, data: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(data, list):
         raise _wrong("a list", data, where)
     items = typing.get_args(hint)
-    if items[-1] is Ellipsis:
+    if items[-1] is Ellipsis or typing.get_origin(hint) is Sequence:
         return tuple(_decode(items[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if len(data) != len(items):
         raise _wrong(f"a list of {len(items)}", data, where)

@@ -35,8 +35,12 @@ class Traffic:
     bytes_each: Any
 
     def seconds(self, link: Level) -> Any:
-        """Nothing to send takes no time."""
-        return self.messages * (link.latency_s * (self.bytes_each > 0) + self.bytes_each / link.bytes_per_s)
+        """Until the last is there. Nothing to send takes no time."""
+        return self.messages * link.latency_s * (self.bytes_each > 0) + self.occupied_s(link)
+
+    def occupied_s(self, link: Level) -> Any:
+        """How long the link can carry nothing else: latency delays, and occupies nothing."""
+        return self.messages * self.bytes_each / link.bytes_per_s
 
 
 def message(num_bytes: Any) -> Traffic:
@@ -96,10 +100,6 @@ class CostModel:
         """The optimizer's update; with weights ``stashed`` for microbatches in flight, of a copy of them."""
         return self._sum_s(layers, device, ("update_s", "copy_s") if stashed else ("update_s",))
 
-    def transfer_s(self, num_bytes: float, source: int, target: int) -> float:
-        """One message between two devices."""
-        return float(message(num_bytes).seconds(self.cluster.link(source, target)))
-
     def allreduce_s(self, num_bytes: float, devices: Sequence[int]) -> float:
         """A ring all-reduce at the pace of the slowest link."""
         if len(devices) < 2:
@@ -121,28 +121,24 @@ class CostModel:
         return self.scale * sum(sent_bytes(value, sends.get(value.producer, "exact")) for value in values)
 
     def stage_memory_bytes(self, stage: Stage, schedule: Family, share: int = 1) -> float:
-        """Peak bytes of a replica with such a share: weight versions, gradients, optimizer state, what is kept of the
-        microbatches in flight, and buffers for one message each way, forward and backward.
+        """Peak bytes of a replica with such a share."""
+        in_flight, versions = replica_depth(stage.in_flight, share), schedule.versions(stage.in_flight)
+        return float(self.stage_memory(stage, schedule).at(in_flight=in_flight, versions=versions))
 
-        A buffer has the size of the values even where they travel compressed: to round them takes a copy.
-        """
+    def stage_memory(self, stage: Stage, schedule: Family) -> Memory:
+        """A buffer has the size of the values even where they travel compressed: to round them takes a copy."""
         graph, layers = self.profile.graph, set(stage.layers)
         parameters = graph.parameters_of(stage.layers)
         others = graph.by_id.keys() - layers
-        received, sent = self.forward_bytes(others, layers), self.forward_bytes(layers, others)
-        return float(
-            memory_bytes(
-                weights=sum(parameter.num_bytes for parameter in parameters),
-                state=sum(parameter.state_bytes for parameter in parameters),
-                saved=sum(graph.by_id[layer].saved_bytes for layer in stage.layers) * self.scale,
-                received=received,
-                sent=sent,
-                in_flight=replica_depth(stage.in_flight, share),
-                versions=schedule.versions(stage.in_flight),
-                largest=self.largest_added(schedule),
-                recompute=stage.recompute,
-                trains=schedule.trains,
-            )
+        return memory_of(
+            weights=sum(parameter.num_bytes for parameter in parameters),
+            state=sum(parameter.state_bytes for parameter in parameters),
+            saved=sum(graph.by_id[layer].saved_bytes for layer in stage.layers) * self.scale,
+            received=self.forward_bytes(others, layers),
+            sent=self.forward_bytes(layers, others),
+            largest=self.largest_added(schedule),
+            recompute=stage.recompute,
+            trains=schedule.trains,
         )
 
     def largest_added(self, schedule: Family) -> float:
@@ -166,25 +162,37 @@ class CostModel:
         return {layer.id: row for row, layer in enumerate(self.profile.graph.layers) if not layer.is_input}
 
 
-def memory_bytes(
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a stage's replica: what it always has, for each version of the weights, and for each microbatch between
+    forward and backward. Numbers, or arrays of them."""
+
+    fixed: Any
+    per_version: Any
+    per_microbatch: Any
+
+    def at(self, *, in_flight: Any, versions: Any) -> Any:
+        return self.fixed + versions * self.per_version + in_flight * self.per_microbatch
+
+
+def memory_of(
     *,
     weights: Any,
     state: Any,
     saved: Any,
     received: Any,
     sent: Any,
-    in_flight: Any,
-    versions: Any,
     recompute: bool,
     largest: float = 0.0,
     trains: bool = True,
-) -> Any:
-    """Bytes at the peak. A stage that recomputes keeps its inputs, and the rest for one microbatch at a time. A
+) -> Memory:
+    """Weights, gradients, optimizer state, what is kept of microbatches in flight, and buffers for one message each
+    way, forward and backward. A stage that recomputes keeps its inputs, and the rest for one microbatch at a time. A
     gradient that is added to another is made beside it: the ``largest`` of the model, or all of the stage's if less."""
     if not trains:
-        return weights + saved + received + sent
-    kept = in_flight * received + saved if recompute else in_flight * saved
-    return weights * (versions + 1) + np.minimum(weights, largest) + state + kept + 2 * (received + sent)
+        return Memory(saved + received + sent, weights, 0.0 * saved)
+    fixed = weights + np.minimum(weights, largest) + state + 2 * (received + sent)
+    return Memory(fixed + saved, weights, received) if recompute else Memory(fixed, weights, saved)
 
 
 def pace(turn_s: Any, update_s: Any, sync_s: Any, *, round_size: Any, microbatches: int | None) -> Any:
@@ -237,7 +245,6 @@ class PlanCosts:
                     alike[key] = self._compute_of(plan.stages[index], plan.devices[worker])
                 self._compute[index, worker] = alike[key]
         self._sends = {layer: stage.sends for stage in plan.stages for layer in stage.layers}
-        self._messages: dict[tuple[Kind, int, int, int, int], float] = {}
         self._syncs: dict[int, float] = {}
 
     def _compute_of(self, stage: Stage, device: int) -> dict[Kind, float]:
@@ -251,7 +258,11 @@ class PlanCosts:
         }
 
     def compute_s(self, action: Action, worker: int) -> float:
-        return self._compute[action.stage, worker][action.kind]
+        return self.seconds_of(action.stage, worker)[action.kind]
+
+    def seconds_of(self, stage: int, worker: int) -> Mapping[Kind, float]:
+        """Of each kind of action that a worker computes for one of its stages."""
+        return self._compute[stage, worker]
 
     def sync_s(self, stage: int) -> float:
         if stage not in self._syncs:
@@ -260,23 +271,34 @@ class PlanCosts:
 
     def _sync_s(self, stage: int) -> float:
         """Averaging a stage's gradients over its replicas, and tied ones over their owners too."""
-        pipeline, layers = self.plan.pipeline, self.plan.stages[stage].layers
-        devices = [self.plan.devices[worker] for worker in pipeline.sync_workers(stage)]
-        return self.model.allreduce_s(self.model.parameter_bytes(layers), devices)
+        devices = [self.plan.devices[worker] for worker in self.plan.pipeline.sync_workers(stage)]
+        return self.model.allreduce_s(self.sync_bytes(stage), devices)
 
-    def message_s(self, action: Action, sender: int, target_stage: int, receiver: int) -> float:
-        """The result of a forward to a stage that reads it, or of a backward to a stage that it read from."""
-        key = (action.kind, action.stage, sender, target_stage, receiver)
-        if key not in self._messages:
-            here, there = self.plan.stages[action.stage].layers, self.plan.stages[target_stage].layers
-            forward = action.kind is Kind.FORWARD
-            if forward:
-                num_bytes = self.model.forward_bytes(here, there, self._sends)
-            else:
-                num_bytes = self.model.backward_bytes(there, here, self._sends)
-            devices = self.plan.devices
-            self._messages[key] = self.model.transfer_s(num_bytes, devices[sender], devices[receiver])
-        return self._messages[key]
+    def sync_bytes(self, stage: int) -> float:
+        """The gradients that a stage averages."""
+        return self.model.parameter_bytes(self.plan.stages[stage].layers)
+
+    def message_bytes(self, source: int, target: int) -> float:
+        """The values that a stage sends to a later one, or the gradients that it returns to an earlier one."""
+        return self._edges[source, target]
+
+    @cached_property
+    def _edges(self) -> dict[tuple[int, int], float]:
+        """All messages of a microbatch, by the stages that they go from and to."""
+        graph, owner = self.plan.profile.graph, self.plan.stage_of_layer
+        edges: dict[tuple[int, int], float] = defaultdict(float)
+        for value in graph.values:
+            source = owner[value.producer]
+            num_bytes = self.model.scale * sent_bytes(value, self._sends[value.producer])
+            if graph.by_id[value.producer].is_input:
+                continue
+            for target in {owner[consumer] for consumer in value.consumers} - {source}:
+                edges[source, target] += num_bytes
+                edges[target, source] += num_bytes if value.differentiable else 0.0
+        return edges
+
+    def memory(self, stage: int) -> Memory:
+        return self.model.stage_memory(self.plan.stages[stage], family(self.plan.schedule))
 
     def memory_bytes(self, worker: int) -> float:
         """Peak bytes of a worker."""
@@ -299,20 +321,48 @@ class PlanCosts:
     def cut_s(self, stage: int) -> float:
         """Seconds per microbatch on the links into the stage behind this one.
 
-        All that crosses the cut, over the slowest link between any two devices of the two stages; the busiest device
-        on either side handles its share of the microbatches. Between two stages of the same workers nothing moves.
+        All that crosses the cut, over the slowest link between any two devices of the two stages. A host has one such
+        link for all its devices, so the busiest on either side handles the share of all its replicas. Between two
+        stages of the same workers nothing moves.
         """
         ends = self.plan.stages[stage : stage + 2]
         if ends[0].devices == ends[1].devices:
             return 0.0
-        return self._crossing_s(stage) * max(max(end.shares) / sum(end.shares) for end in ends)
+        cluster = self.plan.cluster
+        level = cluster.span((*ends[0].devices, *ends[1].devices))
+        occupied_s = float(self._crossing(stage).occupied_s(cluster.links[level]))
+        return occupied_s * max(self._busiest(end, level) for end in ends)
 
-    def _crossing_s(self, stage: int) -> float:
-        here, behind = self.plan.stages[stage], self.plan.stages[stage + 1]
-        before = [layer for each in self.plan.stages[: stage + 1] for layer in each.layers]
-        after = [layer for each in self.plan.stages[stage + 1 :] for layer in each.layers]
-        num_bytes = self.sent_bytes(set(before), set(after))
-        return float(message(num_bytes).seconds(self.plan.cluster.slowest_link((*here.devices, *behind.devices))))
+    def _busiest(self, stage: Stage, level: int) -> float:
+        """The share of all microbatches that passes the busiest of a level's members: devices, or whole hosts."""
+        return max(self._by_member(stage, level).values())
+
+    def _by_member(self, stage: Stage, level: int) -> dict[int, float]:
+        loads: dict[int, float] = defaultdict(float)
+        total = sum(stage.shares)
+        for device, share in zip(stage.devices, stage.shares, strict=True):
+            loads[self.plan.cluster.member(level, device)] += share / total
+        return loads
+
+    def busiest_port_s(self) -> float:
+        """Seconds per microbatch on the busiest port of any device or host, out or in: all messages of all stages that
+        pass it, values and gradients. What a cut costs is part of it."""
+        stages, trains = self.plan.stages, family(self.plan.schedule).trains
+        edges = {ends: size for ends, size in self._edges.items() if size and (trains or ends[0] < ends[1])}
+        loads_s: dict[tuple[int, int, bool], float] = defaultdict(float)
+        for level, link in enumerate(self.plan.cluster.levels):
+            members = [self._by_member(stage, level) for stage in stages]
+            for (source, target), num_bytes in edges.items() if link.size > 1 else ():
+                for out, here, there in ((True, source, target), (False, target, source)):
+                    for member, share in members[here].items():
+                        leaving = share * (1 - members[there].get(member, 0.0))
+                        loads_s[level, member, out] += leaving * num_bytes / link.bytes_per_s
+        return max(loads_s.values(), default=0.0)
+
+    def _crossing(self, stage: int) -> Traffic:
+        before = {layer for each in self.plan.stages[: stage + 1] for layer in each.layers}
+        after = {layer for each in self.plan.stages[stage + 1 :] for layer in each.layers}
+        return message(self.sent_bytes(before, after))
 
     def bottleneck(self) -> tuple[int, int]:
         """What sets the pace: a stage, as (stage, stage), or the cut behind it, as (stage, stage + 1)."""
@@ -360,17 +410,17 @@ class PlanCosts:
         stages = range(self.plan.pipeline.num_stages)
         return sum(map(self._trip_s, stages)) + sum(map(self._crossing_s, stages[:-1]))
 
+    def _crossing_s(self, stage: int) -> float:
+        here, behind = self.plan.stages[stage : stage + 2]
+        return float(self._crossing(stage).seconds(self.plan.cluster.slowest_link((*here.devices, *behind.devices))))
+
     def input_bytes(self, stage: int) -> float:
         """What a stage reads from earlier ones, per microbatch."""
-        return sum(self._forward_bytes(source, stage) for source in self.plan.pipeline.reads[stage])
+        return sum(self.message_bytes(source, stage) for source in self.plan.pipeline.reads[stage])
 
     def output_bytes(self, stage: int) -> float:
         """What a stage sends to later ones, per microbatch."""
-        return sum(self._forward_bytes(stage, target) for target in self.plan.pipeline.read_by[stage])
-
-    def _forward_bytes(self, source: int, target: int) -> float:
-        stages = self.plan.stages
-        return self.sent_bytes(frozenset(stages[source].layers), frozenset(stages[target].layers))
+        return sum(self.message_bytes(stage, target) for target in self.plan.pipeline.read_by[stage])
 
     def sent_bytes(self, source: Collection[int], target: Collection[int]) -> float:
         """What some layers send to others per microbatch, as compressed as the plan has it."""

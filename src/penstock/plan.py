@@ -22,7 +22,7 @@ from penstock.schedule import (
     build_schedule,
     check_layout,
     family,
-    staleness_of,
+    steady_staleness,
 )
 from penstock.schedule.custom import check_custom, parse_custom
 
@@ -195,15 +195,10 @@ class Plan:
 
     @cached_property
     def staleness(self) -> tuple[Staleness, ...]:
-        """Of each stage once the pipeline is full, over microbatches among which every replica has its turn."""
+        """Of each stage once the pipeline is full."""
         if not self.is_asynchronous:
             return (Staleness((self.microbatches,)),) * len(self.stages)
-        sizes = self.pipeline.round_sizes
-        turn = max(self.microbatches, min(math.lcm(*sizes), 4 * max(sizes)))
-        filling = max(size * stage.in_flight for size, stage in zip(sizes, self.stages, strict=True))
-        minibatches = -(-(filling + turn) // self.microbatches) + 2
-        schedule = self.schedule_for([self.microbatches] * minibatches)
-        return staleness_of(schedule, range(schedule.microbatches - turn, schedule.microbatches))
+        return steady_staleness(self.schedule, self.pipeline, [stage.in_flight for stage in self.stages])
 
     @cached_property
     def _custom_programs(self) -> tuple[tuple[Action, ...], ...]:
@@ -237,7 +232,8 @@ class Plan:
     def _check_devices(self) -> None:
         if len(self.devices) > len(self.cluster.devices):
             raise PlanError(
-                f"{len(self.devices)} workers but {self.cluster.name} has {len(self.cluster.devices)} devices"
+                f"{len(self.devices)} workers but {self.cluster.name} has {len(self.cluster.devices)} devices; "
+                "plan for it, or give a larger one"
             )
         for device in self.devices:
             if not 0 <= device < len(self.cluster.devices):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, overload
+
+import numpy as np
 
 from penstock.errors import FormatError
 from penstock.schedule import Action, Kind
+
+Array = np.ndarray[Any, Any]
+
+KINDS = tuple(Kind)
+CODES = {kind: code for code, kind in enumerate(KINDS)}
+"""How a column names a kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +35,85 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Events as arrays: a simulation may have millions, and what is asked of them is mostly a sum."""
+
+    worker: Array
+    stage: Array
+    kind: Array
+    """as ``CODES`` has it"""
+    index: Array
+    start_s: Array
+    end_s: Array
+
+    def __len__(self) -> int:
+        return len(self.worker)
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> Columns:
+        def column(values: Iterable[float], dtype: type) -> Array:
+            return np.fromiter(values, dtype, len(events))
+
+        return cls(
+            worker=column((event.worker for event in events), np.int64),
+            stage=column((event.action.stage for event in events), np.int64),
+            kind=column((CODES[event.action.kind] for event in events), np.int8),
+            index=column((event.action.index for event in events), np.int64),
+            start_s=column((event.start_s for event in events), np.float64),
+            end_s=column((event.end_s for event in events), np.float64),
+        )
+
+    def __getitem__(self, chosen: Any) -> Columns:
+        """Those at some places."""
+        return Columns(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
+
+    def of_kind(self, *kinds: Kind) -> Array:
+        """Which of them are of these kinds."""
+        return np.isin(self.kind, [CODES[kind] for kind in kinds])
+
+    @property
+    def seconds(self) -> Array:
+        lasting: Array = self.end_s - self.start_s
+        return lasting
+
+
+class Events(Sequence[Event]):
+    """Columns that read as a sequence of events. These are made when somebody asks for one."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._all)
+
+    @overload
+    def __getitem__(self, at: int) -> Event: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Event, ...]: ...
+    def __getitem__(self, at: int | slice) -> Event | tuple[Event, ...]:
+        return self._all[at]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Events):
+            return NotImplemented
+        mine, theirs = self.columns, other.columns
+        return all(np.array_equal(getattr(mine, field.name), getattr(theirs, field.name)) for field in fields(mine))
+
+    __hash__ = None  # type: ignore[assignment]  # as large as it is, nobody looks one up
+
+    @cached_property
+    def _all(self) -> tuple[Event, ...]:
+        columns = [getattr(self.columns, field.name).tolist() for field in fields(self.columns)]
+        return tuple(
+            Event(worker=worker, action=Action(stage, KINDS[kind], index), start_s=start_s, end_s=end_s)
+            for worker, stage, kind, index, start_s, end_s in zip(*columns, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trace:
     origin: str
     """measured or simulated"""
@@ -35,27 +121,33 @@ class Trace:
     """what each worker is called on a timeline"""
     samples: tuple[int, ...]
     """samples in each microbatch, by its number"""
-    events: tuple[Event, ...]
+    events: Sequence[Event]
 
     FORMAT: ClassVar[str] = "penstock.trace/1"
 
     def __post_init__(self) -> None:
-        for event in self.events:
-            if not 0 <= event.worker < len(self.workers):
-                raise FormatError(f"event {event.action} is of worker {event.worker}; there are {len(self.workers)}")
+        if not isinstance(self.events, Events):
+            object.__setattr__(self, "events", Events(Columns.of(self.events)))
+        strangers = np.flatnonzero((self.columns.worker < 0) | (self.columns.worker >= len(self.workers)))
+        if len(strangers):
+            event = self.events[int(strangers[0])]
+            raise FormatError(f"event {event.action} is of worker {event.worker}; there are {len(self.workers)}")
 
     @property
+    def columns(self) -> Columns:
+        assert isinstance(self.events, Events)
+        return self.events.columns
+
+    @cached_property
     def span_s(self) -> float:
         """From the first start to the last end."""
-        if not self.events:
-            return 0.0
-        return max(event.end_s for event in self.events) - min(event.start_s for event in self.events)
+        return float(self.columns.end_s.max() - self.columns.start_s.min()) if len(self.columns) else 0.0
 
     @cached_property
     def samples_per_s(self) -> float:
         """The steady rate, without the filling and the draining of the pipeline, so that a short and a long trace of
         the same plan agree; where a trace is too short for that, all samples over the whole span."""
-        trains = any(event.action.result.kind is Kind.BACKWARD for event in self.events)
+        trains = bool(self.columns.of_kind(Kind.BACKWARD, Kind.INPUT).any())
         return self._training_rate() if trains else self._inference_rate()
 
     def _training_rate(self) -> float:
@@ -63,46 +155,83 @@ class Trace:
 
         It runs from the end of one update to the end of another, without the first and last quarter: whole rounds only.
         """
-        finished = [e for e in self.events if e.action.stage == 0 and e.action.result.kind is Kind.BACKWARD]
-        updates: dict[int, dict[int, float]] = defaultdict(dict)
-        for event in self.events:
-            if event.action.stage == 0 and event.action.kind is Kind.STEP:
-                updates[event.action.index][event.worker] = event.end_s
-        rounds = sorted(updates)
+        first_stage = self.columns[self.columns.stage == 0]
+        finished = first_stage[first_stage.of_kind(Kind.BACKWARD, Kind.INPUT)]
+        updates = first_stage[first_stage.of_kind(Kind.STEP)]
+        rounds = np.unique(updates.index)
         if len(rounds) < 2:
             return self._rate(finished, self.span_s)
         quarter = (len(rounds) - 1) // 4
-        first, last = updates[rounds[quarter]], updates[rounds[-1 - quarter]]
+        first, last = (updates[updates.index == rounds[at]] for at in (quarter, len(rounds) - 1 - quarter))
         # each replica by its own clock: a fast one is into the next round before the slowest has ended this one
-        counted = [e for e in finished if first.get(e.worker, -math.inf) < e.end_s <= last.get(e.worker, math.inf)]
-        return self._rate(counted, max(last.values()) - max(first.values()))
+        begins_s, ends_s = (np.full(len(self.workers), none) for none in (-np.inf, np.inf))
+        begins_s[first.worker], ends_s[last.worker] = first.end_s, last.end_s
+        counted = (begins_s[finished.worker] < finished.end_s) & (finished.end_s <= ends_s[finished.worker])
+        return self._rate(finished[counted], float(last.end_s.max() - first.end_s.max()))
 
     def _inference_rate(self) -> float:
         """Counted at the last stage: the sum over its replicas, each from the end of one forward to that of another."""
-        last_stage = max((event.action.stage for event in self.events), default=0)
-        finished = sorted((e for e in self.events if e.action.stage == last_stage), key=lambda event: event.end_s)
+        if not len(self.columns):
+            return 0.0
+        last_stage = self.columns[self.columns.stage == self.columns.stage.max()]
+        finished = last_stage[np.lexsort((last_stage.end_s, last_stage.worker))]
         steady = 0.0
-        for worker in {event.worker for event in finished}:
-            mine = [event for event in finished if event.worker == worker]
+        for mine in np.split(np.arange(len(finished)), np.flatnonzero(np.diff(finished.worker)) + 1):
             quarter = (len(mine) - 1) // 4
-            first, *counted = mine[quarter : len(mine) - quarter]
-            if not counted or counted[-1].end_s <= first.end_s:
+            kept = finished[mine[quarter : len(mine) - quarter]]
+            seconds = float(kept.end_s[-1] - kept.end_s[0])
+            if seconds <= 0:
                 return self._rate(finished, self.span_s)
-            steady += self._rate(counted, counted[-1].end_s - first.end_s)
+            steady += self._rate(kept[1:], seconds)
         return steady
 
-    def _rate(self, finished: Iterable[Event], seconds: float) -> float:
-        return sum(self.samples[event.action.index] for event in finished) / seconds if seconds > 0 else 0.0
+    def _rate(self, finished: Columns, seconds: float) -> float:
+        return float(np.array(self.samples)[finished.index].sum()) / seconds if seconds > 0 else 0.0
 
     def busy_s(self, worker: int) -> float:
         """Seconds of computing: everything but waiting and synchronising."""
-        return sum(e.end_s - e.start_s for e in self.events if e.worker == worker and e.action.kind is not Kind.SYNC)
+        return float(self._computing_s[worker])
+
+    def averaging_s(self, worker: int) -> float:
+        """Seconds of synchronising, waiting for the others included."""
+        return float(self._averaging_s[worker])
 
     def utilisation(self, worker: int) -> float:
         return self.busy_s(worker) / self.span_s if self.span_s > 0 else 0.0
 
+    def of_worker(self, worker: int) -> Columns:
+        return self.columns[self._by_worker[worker]]
+
+    def medians_s(self, worker: int) -> dict[Kind, float]:
+        """Of each kind of action that it did, how long one took."""
+        mine = self.of_worker(worker)
+        return {KINDS[code]: float(np.median(mine.seconds[mine.kind == code])) for code in np.unique(mine.kind)}
+
+    @cached_property
+    def _computing_s(self) -> Array:
+        return self._seconds_by_worker(self.columns[~self.columns.of_kind(Kind.SYNC)])
+
+    @cached_property
+    def _averaging_s(self) -> Array:
+        return self._seconds_by_worker(self.columns[self.columns.of_kind(Kind.SYNC)])
+
+    def _seconds_by_worker(self, chosen: Columns) -> Array:
+        return np.bincount(chosen.worker, chosen.seconds, minlength=len(self.workers))
+
+    @cached_property
+    def _by_worker(self) -> list[Array]:
+        """Of each worker, the places of its events, in their order."""
+        order = np.argsort(self.columns.worker, kind="stable")
+        return np.split(order, np.searchsorted(self.columns.worker[order], np.arange(1, len(self.workers))))
+
 
 def merge(origin: str, workers: tuple[str, ...], samples: tuple[int, ...], parts: Iterable[Iterable[Event]]) -> Trace:
     """One trace from each worker's own events, in order of start."""
-    events = sorted((event for part in parts for event in part), key=lambda event: (event.start_s, event.worker))
-    return Trace(origin=origin, workers=workers, samples=samples, events=tuple(events))
+    columns = Columns.of([event for part in parts for event in part])
+    return trace_of(origin, workers, samples, columns)
+
+
+def trace_of(origin: str, workers: tuple[str, ...], samples: tuple[int, ...], columns: Columns) -> Trace:
+    """In order of start, and where that is the same, of worker."""
+    ordered = columns[np.lexsort((columns.worker, columns.start_s))]
+    return Trace(origin=origin, workers=workers, samples=samples, events=Events(ordered))

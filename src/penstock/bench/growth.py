@@ -105,10 +105,10 @@ def measure(layers: int, devices: int) -> Point:
     start_s = time.process_time()
     plan = make_plan(profile, cluster)
     cpu_s = time.process_time() - start_s
-    return Point(layers=layers, devices=devices, cpu_s=cpu_s, peak_bytes=_peak_bytes(), gap=plan.prediction.gap)
+    return Point(layers=layers, devices=devices, cpu_s=cpu_s, peak_bytes=peak_bytes(), gap=plan.prediction.gap)
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """From the kernel's status file: getrusage would count what the parent held when it started this process."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))

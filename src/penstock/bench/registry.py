@@ -5,8 +5,8 @@ from __future__ import annotations
 from penstock.bench.rows import Findings
 from penstock.errors import JobError
 
-NAMES = ("accuracy", "planner", "profile", "runtime", "table1")
-DRAWN = ("accuracy", "planner")
+NAMES = ("accuracy", "planner", "profile", "runtime", "simulator-scale", "table1")
+DRAWN = ("accuracy", "planner", "simulator-scale")
 """Those whose findings have a drawing."""
 
 
@@ -19,6 +19,8 @@ def run_benchmark(name: str) -> Findings:
         from penstock.bench.profile import run
     elif name == "runtime":
         from penstock.bench.runtime import run
+    elif name == "simulator-scale":
+        from penstock.bench.scale import run
     elif name == "table1":
         from penstock.bench.table1 import run
     else:

@@ -183,9 +183,9 @@ def _seconds_with(plan: Plan, times: float) -> float:
 
 def _between_hosts(plan: Plan) -> str:
     """Weights whose gradients are averaged over the outermost links."""
-    model, outermost = PlanCosts(plan).model, plan.cluster.levels[-1]
+    model, outermost = PlanCosts(plan).model, len(plan.cluster.levels) - 1
     replicated = [stage for stage in plan.stages if len(stage.devices) > 1]
-    far = [stage for stage in replicated if plan.cluster.slowest_link(stage.devices) is outermost]
+    far = [stage for stage in replicated if plan.cluster.span(stage.devices) == outermost]
     return show_bytes(sum(model.parameter_bytes(stage.layers) for stage in far)) if far else "nothing"
 
 

@@ -259,23 +259,94 @@ def show(
     _answer(answer(value), as_json, lambda: table(value), f"drawing written to {svg}" if svg else "")
 
 
-@app.command(epilog="Example: penstock simulate plan.json --minibatches 100")
+@app.command(
+    epilog="Examples: penstock simulate plan.json --minibatches 100; "
+    "penstock simulate plan.json --what-if bandwidth=x10 --what-if speed@device:1=x0.5,microbatches=8; "
+    "penstock simulate plan.json --cluster 4@12GB/s,4@1.25GB/s"
+)
 def simulate(
     plan: PlanFile,
+    cluster: Annotated[str | None, typer.Option(help="to play the plan on, instead of the one it was made for")] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHANGE[,CHANGE]",
+            help="to compare with: bandwidth, latency, speed, memory, microbatches, schedule, compress or conditions "
+            "(a file of slowdowns), =VALUE or =xFACTOR, of a part such as bandwidth@level:1, speed@device:3, "
+            "speed@host:1, speed@kind:V100; repeatable",
+        ),
+    ] = None,
     minibatches: Annotated[int, typer.Option(min=1, help="how many to play")] = 50,
     output: Annotated[Path | None, typer.Option(help="where to write the trace, if anywhere")] = None,
     as_json: Json = False,
 ) -> None:
-    """Play a plan's actions with the profile's costs: throughput and how busy each worker is."""
-    from penstock.simulate import simulate as play
+    """Play a plan's actions with the profile's costs: throughput, what each worker waits and holds, the bottleneck."""
+    from dataclasses import replace
+
+    from penstock.cli import simulations
+    from penstock.simulate import CALM, Conditions, parse_conditions, play
+    from penstock.simulate import what_if as changed
 
     loaded = codec.load(Plan, plan)
-    trace = play(loaded, minibatches)
+    if cluster is not None:
+        loaded = replace(loaded, cluster=read_cluster(cluster))
+    base = play(loaded, minibatches)
+
+    def read(file: str) -> Conditions:
+        return parse_conditions(codec.read_text(Path(file)), file)
+
+    others = []
+    for text in what_if or ():
+        other, conditions = changed(text, loaded, CALM, read)
+        others.append((text, play(other, minibatches, conditions)))
     if output is not None:
-        codec.save(trace, output)
+        codec.save(base.trace, output)
     note = f"trace written to {output}" if output else ""
-    answer = shown.simulation_answer(loaded, trace)
-    _answer(answer, as_json, lambda: shown.simulation_table(loaded, trace), note)
+    answer = simulations.simulation_answer(base, others)
+    _answer(answer, as_json, partial(simulations.simulation_table, base, others), note)
+
+
+@app.command(
+    epilog="Examples: penstock sweep profile.json --cluster local:2 --cluster local:4 --schedule pipedream "
+    "--schedule 1f1b; penstock sweep plan.json other-plan.json --svg sweep.svg"
+)
+def sweep(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="profiles to plan for each combination, or plans to take as they are"),
+    ],
+    cluster: Annotated[list[str] | None, typer.Option(help="as for `penstock plan`; repeatable")] = None,
+    schedule: Annotated[
+        list[str] | None, typer.Option(help="by name, as for `penstock plan`; a plan's own, or pipedream; repeatable")
+    ] = None,
+    minibatches: Annotated[int, typer.Option(min=1, help="how many to play of each")] = 50,
+    svg: Annotated[Path | None, typer.Option(help="where to draw what was found")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare schedules, plans and clusters by simulation: plan and play every combination, rank them."""
+    from penstock.cli import simulations
+    from penstock.sweep import Case
+    from penstock.sweep import sweep as compare
+
+    read = {str(file): read_profile_or_plan(file) for file in sources}
+    if not cluster and any(isinstance(each, Profile) for each in read.values()):
+        raise FormatError("a profile is planned for a cluster: give one or more with --cluster")
+
+    def tell(at: int, total: int, case: Case) -> None:
+        if not as_json:
+            typer.echo(f"{at + 1} of {total}: {case}", err=True)
+
+    found = compare(
+        read, [read_cluster(text) for text in cluster or ()], schedule or (), minibatches=minibatches, tell=tell
+    )
+    if svg is not None:
+        codec.write_text(simulations.sweep_svg(found), svg)
+    _answer(found, as_json, partial(simulations.sweep_table, found), f"drawing written to {svg}" if svg else "")
+
+
+def read_profile_or_plan(file: Path) -> Profile | Plan:
+    text = codec.read_text(file)
+    return codec.loads(Plan, text, str(file)) if f'"{Plan.FORMAT}"' in text[:100] else read_profile(file)
 
 
 @app.command(
@@ -380,9 +451,14 @@ def report(
 @app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
 def bench(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="accuracy, planner, profile, runtime or table1 (PipeDream's)")
+        str,
+        typer.Argument(
+            metavar="NAME", help="accuracy, planner, profile, runtime, simulator-scale or table1 (PipeDream's)"
+        ),
     ],
-    svg: Annotated[Path | None, typer.Option(help="where to draw what was found, with accuracy and planner")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="where to draw what was found, with accuracy, planner, simulator-scale")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure Penstock on this machine, beside its peers; or set its plans beside published ones."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -185,11 +184,7 @@ def trace_answer(trace: Trace) -> dict[str, Any]:
 
 
 def _medians(trace: Trace, worker: int) -> dict[str, float]:
-    durations: dict[str, list[float]] = defaultdict(list)
-    for event in trace.events:
-        if event.worker == worker:
-            durations[event.action.kind.value].append(event.end_s - event.start_s)
-    return {kind: statistics.median(values) for kind, values in sorted(durations.items())}
+    return {kind.value: seconds for kind, seconds in sorted(trace.medians_s(worker).items())}
 
 
 def trace_table(trace: Trace) -> Table:
@@ -208,18 +203,6 @@ def trace_table(trace: Trace) -> Table:
         cells = [show_seconds(medians[kind]) if kind in medians else "-" for kind in kinds]
         table.add_row(worker["name"], f"{worker['utilisation']:.0%}", *cells)
     return table
-
-
-def simulation_answer(plan: Plan, trace: Trace) -> dict[str, Any]:
-    return {**trace_answer(trace), "staleness": [staleness_answer(stage) for stage in plan.staleness]}
-
-
-def simulation_table(plan: Plan, trace: Trace) -> RenderableType:
-    table = trace_table(trace)
-    if not plan.is_asynchronous:
-        return table
-    found = ", ".join(f"stage {index}: {show_staleness(stage)}" for index, stage in enumerate(plan.staleness))
-    return Group(table, Text(f"staleness (updates between a forward and the one with its gradient): {found}"))
 
 
 def comparison_table(plan: Plan, measured: Trace, predicted: Trace, result: Result) -> Table:

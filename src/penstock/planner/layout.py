@@ -5,11 +5,11 @@ What is left to choose is where to cut. The search over placements does not do i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.planner.stages import StageCosts, Team
+from penstock.planner.stages import StageCosts
 from penstock.schedule import Family
 from penstock.schedule.builders import position_on
 
@@ -36,10 +36,12 @@ def cut_for(costs: StageCosts, places: Places) -> list[tuple[tuple[int, ...], tu
     best = np.where(every == 0, 0.0, np.inf)
     for index, devices in enumerate(places):
         behind = len({device for later in places[index + 1 :] for device in later} - set(devices))
-        period_s = costs.block(_team(costs, devices), behind, every, every).period_s
+        team = costs.team(devices)
+        period_s = costs.block(team, behind, every, every).period_s
         if index and places[index - 1] != devices:
-            link = _span(costs, (*places[index - 1], *devices))
-            best = np.maximum(best, costs.cut_s[link] / len(devices))
+            level = costs.costs.cluster.span((*places[index - 1], *devices))
+            busiest = max(end.most_in_one(level) / end.size for end in (team, costs.team(places[index - 1])))
+            best = np.maximum(best, costs.cut_s[level] * busiest)
         reached = np.maximum(best[:, None], period_s)
         ends.append(reached.argmin(axis=0))
         best = reached.min(axis=0)
@@ -51,16 +53,3 @@ def cut_for(costs: StageCosts, places: Places) -> list[tuple[tuple[int, ...], tu
         stages.append((costs.downsets.between(begin, end), devices))
         end = begin
     return stages[::-1]
-
-
-def _team(costs: StageCosts, devices: Sequence[int]) -> Team:
-    counts = [0] * len(costs.classes)
-    for device in devices:
-        counts[costs.class_of[device]] += 1
-    return Team(tuple(counts), _span(costs, devices))
-
-
-def _span(costs: StageCosts, devices: Sequence[int]) -> int:
-    """The level of the cluster that joins them."""
-    reach = costs.costs.cluster.reach
-    return next(level for level, size in enumerate(reach) if min(devices) // size == max(devices) // size)

@@ -149,16 +149,14 @@ class _Tree:
         self.reach = cluster.reach
         classes = list(dict.fromkeys(cluster.devices))
         self.class_of = [classes.index(device) for device in cluster.devices]
+        self._teams: dict[tuple[int, ...], Team] = {}
         inner = self.reach[0]
         self.groups = [range(start, start + inner) for start in range(0, len(cluster.devices), inner)]
 
-    def team(self, devices: Sequence[int]) -> Team:
-        counts = [0] * (max(self.class_of) + 1)
-        for device in devices:
-            counts[self.class_of[device]] += 1
-        first, last = min(devices), max(devices)
-        span = next(level for level, size in enumerate(self.reach) if first // size == last // size)
-        return Team(tuple(counts), span)
+    def team(self, devices: tuple[int, ...]) -> Team:
+        if devices not in self._teams:
+            self._teams[devices] = Team.of(devices, self.cluster, self.class_of)
+        return self._teams[devices]
 
     @property
     def states(self) -> int:

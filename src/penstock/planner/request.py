@@ -19,11 +19,11 @@ from penstock.planner.layout import cut_for, layouts
 from penstock.planner.search import Found
 from penstock.planner.stages import StageCosts
 from penstock.profile import Profile
-from penstock.schedule import Family, depths_with_slack, family, shallow_depths, usual_depth
+from penstock.schedule import Family, depths_with_slack, family, planned_depth, shallow_depths
 from penstock.schedule.custom import custom_workers, parse_custom
 from penstock.simulate import simulate
 
-SIMULATED = 4
+SIMULATED = 6
 """Cuts that are simulated: those that promise most by the cost model alone."""
 MOST_SIMULATED_WORKERS = 32
 """A larger pipeline is trusted to keep its bottleneck's pace."""
@@ -31,6 +31,8 @@ CONFIRMED = 1.02
 """A simulation this near the cost model's steady state confirms it."""
 CLOSE_ENOUGH = 1.01
 """A hundredth is not worth more memory, nor more microbatches."""
+MOST_CROWDED = 3
+"""Searches for plans that send less."""
 NOTHING_YET = Prediction(seconds_per_minibatch=0.0, lower_bound_s=0.0, data_parallel_s=None, one_device_s=None)
 
 Scored = tuple[float, Plan]
@@ -135,23 +137,38 @@ class Request:
 
     @cached_property
     def cuts(self) -> list[Plan]:
-        """What the search finds that promises no less than the baselines, best first."""
+        """What the search finds that promises no less than the baselines, best first.
+
+        It takes every cut for itself. Where other messages pass the same ports and the best plan suffers by that, it
+        looks again with links that much slower, for plans that send less.
+        """
         if self.family.layout != "once":
             return sorted(self._laid_out(), key=self._rank)
+        plans = self._searched(self._explorer)
+        crowding = 1.0
+        for _ in range(MOST_CROWDED if self.family.trains and plans else 0):
+            best = PlanCosts(min(plans, key=self._rank))
+            cut_s = max(map(best.cut_s, range(len(best.plan.stages) - 1)), default=0.0)
+            if cut_s == 0 or best.busiest_port_s() <= best.bottleneck_s() * CLOSE_ENOUGH:
+                break
+            crowding = max(crowding, best.busiest_port_s() / cut_s) * CLOSE_ENOUGH
+            plans += self._searched(Explorer(replace(self.stage_costs, crowding=crowding), self.hints))
+        return sorted({plan.stages: plan for plan in plans}.values(), key=self._rank)
+
+    def _searched(self, explorer: Explorer) -> list[Plan]:
         known = [plan for plan in self._baselines.values() if plan and self.allowed(plan)]
         if not self.family.trains:
-            found = self._explorer.quickest(self.period_limit_s)
+            found = explorer.quickest(self.period_limit_s)
         else:
             limit_s = min((PlanCosts(plan).bottleneck_s() for plan in known), default=math.inf)
             if not self.family.asynchronous:  # a minibatch must fill the pipeline, so some trade period for that
                 limit_s = min((self._estimate_s(plan) / self.microbatches for plan in known), default=math.inf)
-            found = self._explorer.tightest(limit_s)
+            found = explorer.tightest(limit_s)
             if found and not self.family.asynchronous:
                 first = [plan for each in found for plan in self.plans_of_found(each)]
                 loosest_s = min((self._estimate_s(plan) / self.microbatches for plan in first), default=limit_s)
-                found += self._explorer.trade_offs(found[0].value_s, loosest_s)
-        plans = {plan.stages: plan for each in found for plan in self.plans_of_found(each) if self.allowed(plan)}
-        return sorted(plans.values(), key=self._rank)
+                found += explorer.trade_offs(found[0].value_s, loosest_s)
+        return [plan for each in found for plan in self.plans_of_found(each) if self.allowed(plan)]
 
     def _laid_out(self) -> Iterator[Plan]:
         """Where the schedule says which workers have which stages, the best cuts for each way to do so."""
@@ -223,11 +240,7 @@ class Request:
         return tuple(int(shares[kinds.index(self.cluster.devices[device])]) for device in devices)
 
     def _depth(self, plan: Plan, index: int) -> int:
-        own = -(-plan.microbatches // plan.pipeline.round_sizes[index])
-        if self.family.all_forwards_first or not self.family.trains:
-            return own
-        depth = usual_depth(self.schedule, plan.pipeline, index)
-        return min(depth, own) if self.family.accumulates else depth
+        return planned_depth(self.schedule, plan.pipeline, index, plan.microbatches)
 
     def _deepest(self, plan: Plan, index: int, *, again: bool) -> int:
         """The most in flight that fits, recomputing or not; at least one."""
@@ -289,7 +302,9 @@ class Request:
 
     def _estimate_s(self, plan: Plan) -> float:
         costs = PlanCosts(plan)
-        return costs.minibatch_s() if self.family.trains else costs.latency_s()
+        if not self.family.trains:
+            return costs.latency_s()
+        return max(costs.minibatch_s(), plan.microbatches * costs.busiest_port_s())
 
     def _simulated(self, plan: Plan) -> Scored:
         """By the simulator, unless it confirms what the cost model says of the steady state."""
@@ -304,8 +319,8 @@ class Request:
             minibatches = -(-minibatches // plan.microbatches) + 2
         rate = simulate(plan, minibatches).samples_per_s
         simulated_s = plan.profile.batch_size / rate if rate > 0 else 0.0
-        if not plan.is_asynchronous:  # the simulator lets messages of different pairs of workers pass each other
-            return max(simulated_s, plan.microbatches * PlanCosts(plan).bottleneck_s()), plan
+        if not plan.is_asynchronous:
+            return simulated_s, plan
         return (estimate_s if simulated_s <= estimate_s * CONFIRMED else simulated_s), plan
 
     def _deepened(self, plan: Plan) -> Scored:
@@ -313,7 +328,8 @@ class Request:
         best = self._simulated(plan)
         if not plan.is_asynchronous:
             return best
-        goal_s = PlanCosts(plan).bottleneck_s()
+        costs = PlanCosts(plan)
+        goal_s = plan.microbatches * max(costs.bottleneck_s(), costs.busiest_port_s())
         for rounds in (1, 1.5, 2, 3, 4, 6):
             if best[0] <= goal_s * CLOSE_ENOUGH:
                 break

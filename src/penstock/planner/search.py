@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cost import message
 from penstock.planner.bounds import work_of
 from penstock.planner.downsets import Bools, Floats
 from penstock.planner.placements import Node, Placements, Step
@@ -89,17 +88,17 @@ class TableSearch:
 
     def period_s(self, found: Found) -> float:
         """The slowest stage or cut of what was found."""
-        slowest_s, levels = 0.0, self.placements.cluster
+        slowest_s, cluster = 0.0, self.placements.cluster
         for stage, behind in zip(found.stages, [*found.stages[1:], None], strict=True):
             one = np.array([stage.begin]), np.array([stage.end])
             block = self.stage_costs.block(stage.team, stage.behind, *one)
             slowest_s = max(slowest_s, float(block.period_s[0, 0]))
             if behind is not None:
-                link = levels.slowest_link((*stage.devices, *behind.devices))
+                level = cluster.span((*stage.devices, *behind.devices))
                 other = self.stage_costs.block(behind.team, behind.behind, one[1], np.array([behind.end]))
-                busiest = max(float(np.max(block.busiest)), float(np.max(other.busiest)))
-                crossing_s = float(message(self.stage_costs.crossing_bytes[stage.end]).seconds(link))
-                slowest_s = max(slowest_s, crossing_s * busiest)
+                ends = (block.busiest(stage.team, level), other.busiest(behind.team, level))
+                crossing_s = float(self.stage_costs.cut_s[level][stage.end])
+                slowest_s = max(slowest_s, crossing_s * max(float(np.max(busiest)) for busiest in ends))
         return slowest_s
 
     def solve(self, aim: Aim, limit_s: float) -> list[Found]:
@@ -167,14 +166,16 @@ class TableSearch:
 
     def _with_links(self, block: Block, node: Node, step: Step, begins: Ints, ends: Ints) -> Floats:
         """A stage's period, or that of the links out of it and into it if they are slower."""
-        out_s = self.stage_costs.cut_s[node.promise][ends][None, :] * block.busiest
-        in_s = self.stage_costs.cut_s[step.promise][begins][:, None] * block.busiest
+        assert step.team is not None
+        busiest = [block.busiest(step.team, level) for level in (node.promise, step.promise)]
+        out_s = self.stage_costs.cut_s[node.promise][ends][None, :] * busiest[0]
+        in_s = self.stage_costs.cut_s[step.promise][begins][:, None] * busiest[1]
         slowest: Floats = np.maximum(np.maximum(block.period_s, out_s), in_s)
         return slowest
 
     def _added_s(self, block: Block, node: Node, step: Step, begins: Ints, aim: Aim) -> Any:
         if aim is Aim.LATENCY:
-            return block.trip_s + self.stage_costs.cut_s[step.promise][begins][:, None]
+            return block.trip_s + self.stage_costs.crossing_s[step.promise][begins][:, None]
         return block.trip_s if self._behind(node) else 0.0
 
     def _idle(self, values: list[Floats], choices: list[Ints | None], number: int, place: int, step: Step) -> None:

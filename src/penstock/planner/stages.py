@@ -6,18 +6,19 @@ a row for each downset where the stage may begin and a column for each where it 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from penstock.cluster import Device
+from penstock.cluster import Cluster, Device
 from penstock.cost import (
     CostModel,
     best_shares,
-    memory_bytes,
+    memory_of,
     message,
     pace,
     ring_allreduce,
@@ -41,10 +42,33 @@ class Team:
     """how many of each class of device"""
     span: int
     """the level of the cluster that joins them; that of one device is 0"""
+    members: tuple[tuple[tuple[int, ...], ...], ...]
+    """of each level, the different ways in which those that it joins have some: how many of each class"""
+
+    @classmethod
+    def of(cls, devices: Sequence[int], cluster: Cluster, class_of: Sequence[int]) -> Team:
+        """``class_of`` numbers the devices of the cluster that are alike."""
+        classes = range(max(class_of) + 1)
+
+        def counts(some: Iterable[int]) -> tuple[int, ...]:
+            found = Counter(class_of[device] for device in some)
+            return tuple(found[kind] for kind in classes)
+
+        members = []
+        for level in range(len(cluster.levels)):
+            together: dict[int, list[int]] = defaultdict(list)
+            for device in devices:
+                together[cluster.member(level, device)].append(device)
+            members.append(tuple(sorted(set(map(counts, together.values())))))
+        return cls(counts(devices), cluster.span(devices), tuple(members))
 
     @property
     def size(self) -> int:
         return sum(self.counts)
+
+    def most_in_one(self, level: int) -> int:
+        """Devices that the fullest of a level's members has."""
+        return max(map(sum, self.members[level]))
 
     @property
     def kinds(self) -> list[int]:
@@ -64,12 +88,23 @@ class Block:
     """per microbatch, in steady state; inf where the stage is not allowed or does not fit"""
     trip_s: Floats
     """one microbatch on the slowest replica"""
-    busiest: Any
-    """the share of all microbatches that the busiest replica handles; one number where it is the same for all"""
+    shares: Any
+    """[class of the team, begin, end]: microbatches of a round on each replica of the class"""
 
-    def part(self, where: Any) -> Block:
-        busiest = self.busiest[where] if isinstance(self.busiest, np.ndarray) else self.busiest
-        return Block(self.period_s[where], self.trip_s[where], busiest)
+    def part(self, begin: Ints, end: Ints) -> Block:
+        where = np.ix_(begin, end)
+        return Block(self.period_s[where], self.trip_s[where], self.shares[:, *where])
+
+    def busiest(self, team: Team, level: int) -> Any:
+        """The share of all microbatches that passes the busiest of a level's members: devices, or whole hosts."""
+        if not team.mixed:
+            return team.most_in_one(level) / team.size
+        loads = [self._load(team, member) for member in team.members[level]]
+        return np.max(loads, axis=0) / self._load(team, team.counts)
+
+    def _load(self, team: Team, counts: Sequence[int]) -> Any:
+        """Microbatches of a round on so many replicas of each class."""
+        return np.einsum("cij,c->ij", self.shares, np.array([counts[kind] for kind in team.kinds]))
 
     def only(self, allowed: Bools) -> Block:
         """The stages that are allowed; the others never end."""
@@ -80,7 +115,7 @@ class Block:
         return Block(
             np.where(where, other.period_s, self.period_s),
             np.where(where, other.trip_s, self.trip_s),
-            np.where(where, other.busiest, self.busiest),
+            np.where(where, other.shares, self.shares),
         )
 
 
@@ -101,6 +136,8 @@ class StageCosts:
     """groups of layers that must be in one stage"""
     sends: str = "exact"
     """how what crosses a cut travels"""
+    crowding: float = 1.0
+    """how much longer it occupies its links than if nothing else passed them"""
 
     def __len__(self) -> int:
         return len(self.downsets)
@@ -115,18 +152,22 @@ class StageCosts:
         number = {device: index for index, device in enumerate(self.classes)}
         return tuple(number[device] for device in self.costs.cluster.devices)
 
+    def team(self, devices: Sequence[int]) -> Team:
+        return Team.of(devices, self.costs.cluster, self.class_of)
+
     def block(self, team: Team, behind: int, begin: Ints, end: Ints) -> Block:
         """Costs of the stages between ``begin`` and ``end`` with so many devices at work behind them."""
-        known = team, self._told_apart(team, behind)
+        behind = self._told_apart(team, behind)
         if len(self) > FEW_DOWNSETS:
-            return self._block(*known, begin, end)
+            return self._block(team, behind, begin, end)
+        known = team.counts, team.span, behind
         if known not in self._blocks:  # the same is asked for many times
             every = np.arange(len(self))
-            self._blocks[known] = self._block(*known, every, every)
-        return self._blocks[known].part(np.ix_(begin, end))
+            self._blocks[known] = self._block(team, behind, every, every)
+        return self._blocks[known].part(begin, end)
 
     @cached_property
-    def _blocks(self) -> dict[tuple[Team, int], Block]:
+    def _blocks(self) -> dict[tuple[tuple[int, ...], int, int], Block]:
         return {}
 
     def _told_apart(self, team: Team, behind: int) -> int:
@@ -156,13 +197,13 @@ class StageCosts:
         allowed = self.allowed[np.ix_(begin, end)]
         plain = self._timed(team, depth, begin, end, again=False)
         if not self.has_limits:
-            return plain.block.only(allowed)
+            return plain.only(allowed)
         fits = self._fits(team, depth, plain, begin, end, again=False)
         if not self.recompute or not self.family.trains or fits[allowed].all():
-            return plain.block.only(allowed & fits)
+            return plain.only(allowed & fits)
         slower = self._timed(team, depth, begin, end, again=True)
         fits_again = self._fits(team, depth, slower, begin, end, again=True)
-        return slower.block.only(allowed & fits_again).but(plain.block, allowed & fits)
+        return slower.only(allowed & fits_again).but(plain, allowed & fits)
 
     def depth(self, behind: Any, replicas: Any) -> Any:
         """Microbatches in flight on a replica, which stands on the devices behind it."""
@@ -176,15 +217,14 @@ class StageCosts:
             depth = np.minimum(depth, self.deepest)
         return np.minimum(depth, own) if self.family.accumulates else depth
 
-    def _timed(self, team: Team, depth: int, begin: Ints, end: Ints, *, again: bool) -> _Timed:
+    def _timed(self, team: Team, depth: int, begin: Ints, end: Ints, *, again: bool) -> Block:
         kinds = team.kinds
         stashed = stashes_weights(self.family.asynchronous, depth)
         seconds = self._seconds(team, begin, end, again=again)
         shares, sizes = self._shares(team, begin, end, again=again)
         turn_s = shares * seconds if team.mixed else seconds
-        busiest = shares.max(axis=0) / sizes if team.mixed else 1 / team.size
         if not self.family.trains:
-            return _Timed(Block(turn_s.max(axis=0) / sizes, seconds.max(axis=0), busiest), shares)
+            return Block(turn_s.max(axis=0) / sizes, seconds.max(axis=0), shares)
         update_s = np.stack([_difference(self.update_s(kind, stashed=stashed), begin, end) for kind in kinds])
         sync_s: Any = 0.0
         if team.size > 1:
@@ -193,7 +233,7 @@ class StageCosts:
         microbatches = self.microbatches if self.family.accumulates else None
         period_s = pace(turn_s, update_s, sync_s, round_size=sizes, microbatches=microbatches)
         period_s = np.where(sizes <= self.family.widest_round(self.microbatches), period_s, np.inf)
-        return _Timed(Block(period_s, seconds.max(axis=0), busiest), shares)
+        return Block(period_s, seconds.max(axis=0), shares)
 
     def _seconds(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> Floats:
         """[class of the team, begin, end]: of a microbatch."""
@@ -205,7 +245,7 @@ class StageCosts:
         shares = best_shares(self._seconds(team, begin, end, again=again), counts)
         return shares, np.einsum("cij,c->ij", shares, np.array(counts)) if team.mixed else float(team.size)
 
-    def _fits(self, team: Team, depth: int, timed: _Timed, begin: Ints, end: Ints, *, again: bool) -> Bools:
+    def _fits(self, team: Team, depth: int, timed: Block, begin: Ints, end: Ints, *, again: bool) -> Bools:
         fits = np.ones((len(begin), len(end)), dtype=bool)
         for kind, shares in zip(team.kinds, timed.shares, strict=True):
             limit = self.classes[kind].memory_bytes
@@ -216,18 +256,17 @@ class StageCosts:
 
     def memory_bytes(self, begin: Ints, end: Ints, depth: int, in_flight: Any, *, again: bool) -> Floats:
         scale = self.costs.scale
-        need: Floats = memory_bytes(
+        memory = memory_of(
             weights=self.parameter_bytes(begin, end),
             state=self._state_bytes(begin, end),
             saved=scale * _difference(self._saved_sums, begin, end),
             received=scale * self._received_bytes[np.ix_(begin, end)],
             sent=scale * self._sent_bytes[np.ix_(begin, end)],
-            in_flight=in_flight,
-            versions=self.family.versions(depth),
             largest=self.costs.largest_added(self.family),
             recompute=again,
             trains=self.family.trains,
         )
+        need: Floats = memory.at(in_flight=in_flight, versions=self.family.versions(depth))
         return need
 
     @cached_property
@@ -237,7 +276,12 @@ class StageCosts:
 
     @cached_property
     def cut_s(self) -> list[Floats]:
-        """[level][downset]: seconds on a link of that level for all that crosses the cut."""
+        """[level][downset]: how long all that crosses the cut occupies a link of that level."""
+        return [self.crowding * message(self.crossing_bytes).occupied_s(link) for link in self.costs.cluster.links]
+
+    @cached_property
+    def crossing_s(self) -> list[Floats]:
+        """[level][downset]: the same, latency included: until it is there."""
         return [message(self.crossing_bytes).seconds(link) for link in self.costs.cluster.links]
 
     @cached_property
@@ -347,13 +391,6 @@ class StageCosts:
     def _sent_bytes(self) -> Floats:
         """[begin, end]: bytes of the values made in a stage and read behind it."""
         return self.downsets.sent_bytes()
-
-
-@dataclass(frozen=True)
-class _Timed:
-    block: Block
-    shares: Any
-    """[class of the team, begin, end]"""
 
 
 def _difference(sums: Floats, begin: Ints, end: Ints) -> Floats:

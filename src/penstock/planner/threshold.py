@@ -70,9 +70,7 @@ class ThresholdSearch:
         used[levels - 1, -1] = 0
         choice: dict[tuple[int, int], _Placed] = {}
         needed = [self._replicas(period_s, level) for level in range(levels)]
-        enough = [
-            np.ceil(cut / period_s - ROUNDING) for cut in self.stage_costs.cut_s
-        ]  # senders, and as many receivers
+        enough = [self._senders(period_s, level) for level in range(levels)]
         for begin in range(size - 2, -1, -1):
             for promise_out in range(levels):
                 ends = self._ends[begin]
@@ -87,6 +85,13 @@ class ThresholdSearch:
             placed.append(stage)
             at, level = stage.end, stage.promise_out
         return tuple(placed)
+
+    def _senders(self, period_s: float, level: int) -> Floats:
+        """[downset]: replicas that suffice to send, or receive, what crosses the cut there over this level; a whole
+        group for each of its links, unless one is enough."""
+        links = np.ceil(self.stage_costs.cut_s[level] / period_s - ROUNDING)
+        inside = self._reach[level - 1] if level else 1
+        return np.where(links > 1, links * inside, links)
 
     def _extend(
         self,
@@ -178,19 +183,19 @@ class ThresholdSearch:
             slowest_s = max(slowest_s, float(block.period_s[0, 0]))
             if behind is not None:
                 level = self._level(behind.behind, stage.behind + stage.replicas - 1)
-                fewest = min(stage.replicas, behind.replicas)
-                slowest_s = max(slowest_s, float(self.stage_costs.cut_s[level][stage.end]) / fewest)
+                teams = (self._team(stage), self._team(behind))
+                busiest = max(team.most_in_one(level) / team.size for team in teams)
+                slowest_s = max(slowest_s, float(self.stage_costs.cut_s[level][stage.end]) * busiest)
         return slowest_s
 
     def _stages(self, placed: tuple[_Placed, ...]) -> tuple[FoundStage, ...]:
         """In order, on real devices."""
-        last = self._devices - 1
         return tuple(
             FoundStage(
                 stage.begin,
                 stage.end,
                 self._team(stage),
-                tuple(range(last - stage.behind - stage.replicas + 1, last - stage.behind + 1)),
+                tuple(self._on(stage)),
                 self.stage_costs.downsets.between(stage.begin, stage.end),
                 stage.behind,
             )
@@ -198,7 +203,11 @@ class ThresholdSearch:
         )
 
     def _team(self, stage: _Placed) -> Team:
-        return Team((stage.replicas,), self._level(stage.behind, stage.behind + stage.replicas - 1))
+        return self.stage_costs.team(self._on(stage))
+
+    def _on(self, stage: _Placed) -> range:
+        end = self._devices - stage.behind
+        return range(end - stage.replicas, end)
 
     def _level(self, first: int, last: int) -> int:
         """The lowest level that joins two places, counted from the end; groups are full, so they align."""

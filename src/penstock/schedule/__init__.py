@@ -9,6 +9,7 @@ from penstock.schedule.builders import (
     default_depth,
     depths_with_slack,
     family,
+    planned_depth,
     replica_depth,
     shallow_depths,
     usual_depth,
@@ -16,7 +17,7 @@ from penstock.schedule.builders import (
 from penstock.schedule.cuts import Cuts, cuts_of, due
 from penstock.schedule.pipeline import Pipeline, dependencies, participants
 from penstock.schedule.schedule import Moment, Schedule, check, execution_order
-from penstock.schedule.staleness import Staleness, staleness_of
+from penstock.schedule.staleness import Staleness, staleness_of, steady_staleness
 
 __all__ = [
     "FAMILIES",
@@ -39,8 +40,10 @@ __all__ = [
     "execution_order",
     "family",
     "participants",
+    "planned_depth",
     "replica_depth",
     "shallow_depths",
     "staleness_of",
+    "steady_staleness",
     "usual_depth",
 ]

@@ -60,7 +60,7 @@ class Family:
     """whether it has backwards and updates"""
     accumulates: bool = False
     """whether a minibatch may have several microbatches, whose gradients one update consumes"""
-    most_versions: int | None = None
+    fixed_versions: int | None = None
     """of the weights, however many microbatches are in flight"""
     forwards_on: Literal["newest", "first stage's", "one before the newest"] = "newest"
     """the version of the weights that a microbatch uses: that of the latest update here, of those that the first stage
@@ -80,7 +80,7 @@ class Family:
         """How many versions of its weights a stage keeps with so many microbatches in flight."""
         if not self.asynchronous:
             return 1
-        return in_flight if self.most_versions is None else min(in_flight, self.most_versions)
+        return in_flight if self.fixed_versions is None else self.fixed_versions
 
 
 FAMILIES: dict[str, Family] = {
@@ -92,7 +92,7 @@ FAMILIES: dict[str, Family] = {
         asynchronous=True,
         all_forwards_first=False,
         accumulates=True,
-        most_versions=2,
+        fixed_versions=2,
         forwards_on="one before the newest",
     ),
     "interleaved": Family(asynchronous=False, all_forwards_first=False, accumulates=True, layout="laps"),
@@ -134,6 +134,15 @@ def usual_depth(name: str, pipeline: Pipeline, stage: int) -> int:
         return default_depth(pipeline, stage)
     positions = pipeline.num_stages // laps
     return -(-(warm_up(stage % positions, positions, laps) + 1) // laps)
+
+
+def planned_depth(name: str, pipeline: Pipeline, stage: int, microbatches: int) -> int:
+    """The usual depth, and no more than there are microbatches where a minibatch ends with nothing in flight."""
+    kind, own = family(name), -(-microbatches // pipeline.round_sizes[stage])
+    if kind.all_forwards_first or not kind.trains:
+        return own
+    depth = usual_depth(name, pipeline, stage)
+    return min(depth, own) if kind.accumulates else depth
 
 
 def depths_with_slack(pipeline: Pipeline, rounds: float) -> list[int]:

@@ -6,7 +6,6 @@ The deadlock check, the simulator and the worker all derive their waits and mess
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,14 +67,15 @@ class Pipeline:
 
     @cached_property
     def read_by(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(reader for reader in range(self.num_stages) if stage in self.reads[reader])
-            for stage in range(self.num_stages)
-        )
+        readers: list[list[int]] = [[] for _ in self.workers]
+        for reader, sources in enumerate(self.reads):
+            for source in sources:
+                readers[source].append(reader)
+        return tuple(map(tuple, readers))
 
     def worker_of(self, stage: int, microbatch: int) -> int:
         """One microbatch, one replica per stage, the same for its forward and its backward."""
-        turns = self._turns[stage]
+        turns = self.turns[stage]
         return turns[microbatch % len(turns)]
 
     @cached_property
@@ -87,7 +87,7 @@ class Pipeline:
         return self.shares[stage][self.workers[stage].index(worker)]
 
     @cached_property
-    def _turns(self) -> tuple[tuple[int, ...], ...]:
+    def turns(self) -> tuple[tuple[int, ...], ...]:
         """Of each stage, the replica of each microbatch of a round: a larger share is spread over the round."""
         rounds = []
         for replicas, shares in zip(self.workers, self.shares, strict=True):
@@ -95,8 +95,21 @@ class Pipeline:
             rounds.append(tuple(replicas[place] for _, place in sorted(slots)))
         return tuple(rounds)
 
-    def microbatches_of(self, worker: int, stage: int, microbatches: Iterable[int]) -> list[int]:
-        return [m for m in microbatches if self.worker_of(stage, m) == worker]
+    def microbatches_of(self, worker: int, stage: int, microbatches: range) -> list[int]:
+        """Of consecutive microbatches, those that a worker takes at a stage."""
+        size, (start, stop) = self.round_sizes[stage], (microbatches.start, microbatches.stop)
+        places = self._places[stage, worker]
+        mine = [m for place in places for m in range(start + (place - start) % size, stop, size)]
+        return sorted(mine) if len(places) > 1 else mine
+
+    @cached_property
+    def _places(self) -> dict[tuple[int, int], list[int]]:
+        """Of each replica, given as (stage, worker), the microbatches of the first round that it takes."""
+        places: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for stage, turns in enumerate(self.turns):
+            for place, worker in enumerate(turns):
+                places[stage, worker].append(place)
+        return places
 
     @cached_property
     def sync_stages(self) -> tuple[tuple[int, ...], ...]:
@@ -110,13 +123,30 @@ class Pipeline:
 
     def sync_workers(self, stage: int) -> tuple[int, ...]:
         """The workers that run this stage's SYNC together."""
-        return tuple(sorted({worker for member in self.sync_stages[stage] for worker in self.workers[member]}))
+        return self._sync_workers[stage]
+
+    @cached_property
+    def _sync_workers(self) -> tuple[tuple[int, ...], ...]:
+        together = {
+            stages: tuple(sorted({worker for member in stages for worker in self.workers[member]}))
+            for stages in set(self.sync_stages)
+        }
+        return tuple(together[stages] for stages in self.sync_stages)
 
     def synced_with(self, worker: int, stage: int) -> tuple[int, ...]:
         """The stages of a worker that one SYNC of it covers, which is named after the first; none where there is
         nobody to agree with."""
-        own = tuple(member for member in self.sync_stages[stage] if worker in self.workers[member])
-        return own if len(own) > 1 or len(self.sync_workers(stage)) > 1 else ()
+        return self._synced_with[worker, self.sync_stages[stage][0]]
+
+    @cached_property
+    def _synced_with(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Of each worker, and of the first of the stages that synchronise with each other."""
+        own: dict[tuple[int, int], tuple[int, ...]] = defaultdict(tuple)
+        for stage, replicas in enumerate(self.workers):
+            for worker in replicas:
+                own[worker, self.sync_stages[stage][0]] += (stage,)
+        alone = [key for key, stages in own.items() if len(stages) == len(self.sync_workers(stages[0])) == 1]
+        return own | dict.fromkeys(alone, ())
 
 
 def dependencies(action: Action, pipeline: Pipeline) -> tuple[Action, ...]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import FormatError
+from penstock.schedule.builders import family
+from penstock.schedule.pipeline import Pipeline
 from penstock.schedule.schedule import Schedule
 
 
@@ -45,4 +49,23 @@ def staleness_of(schedule: Schedule, microbatches: Iterable[int] | None = None) 
             updates = schedule.staleness(stage, microbatch)
             counts[updates] = counts.get(updates, 0) + 1
         found.append(Staleness.counted(counts))
+    return tuple(found)
+
+
+def steady_staleness(name: str, pipeline: Pipeline, depths: Sequence[int]) -> tuple[Staleness, ...]:
+    """Of each stage under an asynchronous schedule once the pipeline is full, without building it.
+
+    A replica that keeps d in flight begins a microbatch just after the update d rounds before its own, and stages that
+    share a weight update it when the first of them does.
+    """
+    behind = [depths[tied[0]] - 1 for tied in pipeline.sync_stages]
+    forwards_on, (first, *_) = family(name).forwards_on, pipeline.round_sizes
+    if forwards_on == "newest":
+        return tuple(Staleness.counted({updates: 1}) for updates in behind)
+    if forwards_on == "one before the newest":
+        return (Staleness.counted({1: 1}),) * pipeline.num_stages
+    found = []
+    for size in pipeline.round_sizes:
+        seen = range(first * behind[0], first * behind[0] + math.lcm(first, size))
+        found.append(Staleness.counted(Counter(m // size - (m // first - behind[0]) * first // size for m in seen)))
     return tuple(found)

@@ -8,7 +8,7 @@ on each, laid out to the last worker and back, ZB-V (Qi and others, 2023; sectio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.schedule.action import Action, Kind
@@ -41,17 +41,17 @@ class _Queue:
         return self.done[Kind.FORWARD] - self.done[Kind.INPUT] >= self.at_most
 
 
-def pack(
-    pipeline: Pipeline, microbatches: Iterable[int], limits: Sequence[int], depths: Sequence[int]
-) -> list[list[Action]]:
+def pack(pipeline: Pipeline, microbatches: range, limits: Sequence[int], depths: Sequence[int]) -> list[list[Action]]:
     """Each worker's program for some microbatches, made by playing it with halves that take as long as a forward.
 
     ``limits`` is how many microbatches each worker may keep until their weights' gradients are made; ``depths`` how
     many each stage may have between forward and backward, per replica.
     """
-    span = list(microbatches)
     queues = [
-        [_Queue(stage, pipeline.microbatches_of(worker, stage, span), depths[stage]) for stage in reversed(stages)]
+        [
+            _Queue(stage, pipeline.microbatches_of(worker, stage, microbatches), depths[stage])
+            for stage in reversed(stages)
+        ]
         for worker, stages in enumerate(pipeline.stages_of)
     ]
     programs: list[list[Action]] = [[] for _ in queues]

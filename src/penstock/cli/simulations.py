@@ -1,0 +1,162 @@
+"""Tables and JSON answers of simulations: of one, and of several beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock import codec
+from penstock.cli.show import show_staleness, staleness_answer, trace_answer
+from penstock.plan import Plan
+from penstock.report.bars import Bar, bars_svg
+from penstock.simulate import Simulation, verdict_of
+from penstock.sweep import Outcome
+from penstock.trace import Trace
+from penstock.units import show_bytes, show_seconds
+
+Named = tuple[str, Simulation]
+"""What was changed, and what came of it."""
+
+
+def simulation_answer(base: Simulation, others: Sequence[Named] = ()) -> dict[str, Any]:
+    """The stable keys of ``penstock simulate --json``."""
+    plan, answer = base.plan, trace_answer(base.trace)
+    for worker, found in enumerate(answer["workers"]):
+        found |= {
+            "averaging": base.averaging(worker),
+            "bubble": base.bubble(worker),
+            "peak_memory_bytes": base.peak_bytes[worker],
+            "device_memory_bytes": _device_bytes(plan, worker),
+        }
+    return {
+        **answer,
+        "staleness": [staleness_answer(stage) for stage in plan.staleness],
+        "bottleneck": codec.encode(verdict_of(base)),
+        "links": [
+            {**codec.encode(link.place), "bytes_per_s": link.bytes_per_s, "occupied": base.occupied(link)}
+            for link in base.links
+        ],
+        "what_if": [{"change": text, **summary(other, base)} for text, other in others],
+    }
+
+
+def summary(played: Simulation, base: Simulation | None = None) -> dict[str, Any]:
+    """One simulation in a line, beside another."""
+    workers = range(len(played.trace.workers))
+    rate = played.trace.samples_per_s
+    answer = {
+        "samples_per_s": rate,
+        "bubble": fmean(map(played.bubble, workers)),
+        "peak_memory_bytes": max(played.peak_bytes),
+        "fits": all(fits(played, worker) for worker in workers),
+        "bottleneck": codec.encode(verdict_of(played)),
+    }
+    return answer | ({"ratio": _ratio(rate, base.trace.samples_per_s)} if base else {})
+
+
+def fits(played: Simulation, worker: int) -> bool:
+    limit = _device_bytes(played.plan, worker)
+    return limit is None or played.peak_bytes[worker] <= limit
+
+
+def _device_bytes(plan: Plan, worker: int) -> int | None:
+    return plan.cluster.devices[plan.devices[worker]].memory_bytes
+
+
+def _ratio(rate: float, beside: float) -> float | None:
+    return rate / beside if beside > 0 else None
+
+
+def simulation_table(base: Simulation, others: Sequence[Named] = ()) -> RenderableType:
+    parts: list[RenderableType] = [_workers_table(base), Text(verdict_of(base).text)]
+    if base.plan.is_asynchronous:
+        found = ", ".join(f"stage {at}: {show_staleness(stage)}" for at, stage in enumerate(base.plan.staleness))
+        parts.append(Text(f"staleness (updates between a forward and the one with its gradient): {found}"))
+    return Group(*parts, *([_comparison_table(base, others)] if others else []))
+
+
+def _workers_table(played: Simulation) -> Table:
+    trace: Trace = played.trace
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"simulated: {trace.samples_per_s:.1f} samples/s over {show_seconds(trace.span_s)}",
+        caption="shares of the whole time; averaging with the wait for others, bubble the rest of waiting",
+    )
+    table.add_column("worker")
+    for column in ("computing", "averaging", "bubble", "peak memory"):
+        table.add_column(column, justify="right")
+    for worker, name in enumerate(trace.workers):
+        shares = (trace.utilisation(worker), played.averaging(worker), played.bubble(worker))
+        table.add_row(name, *map("{:.0%}".format, shares), _memory(played, worker))
+    return table
+
+
+def _memory(played: Simulation, worker: int) -> str:
+    limit = _device_bytes(played.plan, worker)
+    if limit is None:
+        return show_bytes(played.peak_bytes[worker])
+    share = f"{played.peak_bytes[worker] / limit:.0%} of {show_bytes(limit)}"
+    return f"{show_bytes(played.peak_bytes[worker])} ({share}{'' if fits(played, worker) else ': DOES NOT FIT'})"
+
+
+def _comparison_table(base: Simulation, others: Sequence[Named]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, title="what if")
+    table.add_column("change", overflow="fold", min_width=24)
+    for column in ("samples/s", "ratio", "bubble", "peak memory"):
+        table.add_column(column, justify="right")
+    table.add_column("bottleneck")
+    for name, played in [("as it is", base), *others]:
+        line = summary(played, base)
+        table.add_row(
+            name,
+            f"{line['samples_per_s']:.1f}",
+            "-" if line["ratio"] is None else f"{line['ratio']:.2f}",
+            f"{line['bubble']:.0%}",
+            show_bytes(line["peak_memory_bytes"]) + ("" if line["fits"] else " (DOES NOT FIT)"),
+            line["bottleneck"]["limit"],
+        )
+    return Group(table, *(Text(f"- {name}: {verdict_of(played).text}") for name, played in others))
+
+
+def sweep_table(outcomes: Sequence[Outcome]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, title="fastest first")
+    for column in ("source", "schedule", "cluster", "replicas"):
+        table.add_column(column, overflow="fold")
+    for column in ("micro-\nbatches", "samples/s", "bubble", "peak memory"):
+        table.add_column(column, justify="right")
+    table.add_column("bottleneck")
+    for outcome in outcomes:
+        case = outcome.case
+        numbers = ["-"] * 5
+        if outcome.possible:
+            numbers = [
+                "-".join(map(str, outcome.replicas)),
+                str(outcome.microbatches),
+                f"{outcome.samples_per_s:.1f}",
+                f"{outcome.bubble:.0%}",
+                show_bytes(outcome.peak_memory_bytes),
+            ]
+        limit = outcome.limit if outcome.possible else "cannot be"
+        table.add_row(case.source, case.schedule, case.cluster, *numbers, limit)
+    return Group(table, *(Text(f"- {each.case}: {each.text}") for each in outcomes if not each.possible))
+
+
+def sweep_svg(outcomes: Sequence[Outcome]) -> str:
+    """A bar for each combination, coloured by schedule."""
+    colours = list(dict.fromkeys(outcome.case.schedule for outcome in outcomes))
+    bars = [
+        Bar(
+            str(each.case),
+            each.samples_per_s,
+            f"{each.samples_per_s:.1f} samples/s" if each.possible else "cannot be",
+            colours.index(each.case.schedule),
+        )
+        for each in outcomes
+    ]
+    return bars_svg(bars, about="Simulated samples per second of each combination")

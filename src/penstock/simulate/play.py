@@ -1,0 +1,226 @@
+"""Plays the workers' action lists over shared links. What comes out has the form of a real run's trace.
+
+A worker's next actions depend on nobody else until one lacks an input, so each is played ahead of time up to there.
+Only messages and meetings, where workers meet on links, go through the clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.cost import PlanCosts, ring_allreduce
+from penstock.plan import Plan
+from penstock.schedule import Kind, Schedule, execution_order
+from penstock.simulate.conditions import Conditions
+from penstock.simulate.links import Channel, Links
+from penstock.trace import CODES, Columns, Trace, trace_of
+
+
+class Inbox:
+    """What the forwards of a stage wait for, or its backwards, one by one."""
+
+    __slots__ = ("missing", "ready_s", "waiting", "wake")
+
+    def __init__(self, microbatches: int, needs: int, wake: Callable[[int], None]) -> None:
+        self.missing = [needs] * microbatches
+        self.ready_s = [0.0] * microbatches
+        self.waiting: dict[int, int] = {}
+        """workers that have come to them"""
+        self.wake = wake
+
+    def arrive(self, index: int, at_s: float) -> None:
+        self.missing[index] -= 1
+        if at_s > self.ready_s[index]:
+            self.ready_s[index] = at_s
+        if not self.missing[index] and index in self.waiting:
+            self.wake(self.waiting.pop(index))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Where a result goes: one of another stage's replicas, each over a channel of its own."""
+
+    inbox: Inbox
+    turns: tuple[int, ...]
+    num_bytes: float
+    channels: dict[int, Channel]
+    """to each replica on another worker"""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker does for one kind of action of one stage."""
+
+    seconds: float
+    inbox: Inbox | None = None
+    ways: tuple[Way, ...] = ()
+    enables: tuple[Inbox, ...] = ()
+    """what its worker may do after it, whatever else that waits for"""
+
+
+@dataclass(slots=True)
+class Meeting:
+    """The workers that average together; blocking: each goes on when all have come and the ring has run."""
+
+    workers: tuple[int, ...]
+    num_bytes: float
+    """that pass each port of the ring"""
+    ring: Channel
+    end: Callable[[tuple[int, ...], float], None]
+    come: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def arrive(self, index: int, at_s: float) -> None:
+        self.end(self.workers, at_s)
+
+
+class Player:
+    """Plays a schedule once."""
+
+    def __init__(self, plan: Plan, schedule: Schedule, conditions: Conditions) -> None:
+        conditions.check(plan.cluster)
+        self.plan, self.schedule, self.costs = plan, schedule, PlanCosts(plan)
+        self.links = Links(plan.cluster)
+        workers = range(schedule.pipeline.num_workers)
+        self._position = [0 for _ in workers]
+        self._free_s = [0.0 for _ in workers]
+        self._starts_s = [array("d") for _ in workers]
+        self._ends_s = [array("d") for _ in workers]
+        self._paces = [conditions.pace_of(device) for device in plan.devices]
+        self._runnable = list(workers)
+        self._channels: dict[tuple[int, int, Kind], Channel] = {}
+        self._tasks = self._all_tasks()
+        self._meetings: dict[int, Meeting] = {}
+
+    def run(self, samples: tuple[int, ...]) -> Trace:
+        self._go_on()
+        for _ in self.links.run():
+            self._go_on()
+        programs = self.schedule.programs
+        if any(at < len(program) for at, program in zip(self._position, programs, strict=True)):
+            for _ in execution_order(self.schedule):  # which says who waits for whom
+                pass
+        return trace_of("simulated", self.plan.worker_names, samples, self._columns())
+
+    def _go_on(self) -> None:
+        runnable = self._runnable
+        while runnable:
+            self._advance(runnable.pop())
+
+    def _advance(self, worker: int) -> None:
+        """Up to where something is missing, or all is done."""
+        program, tasks, pace = self.schedule.programs[worker], self._tasks[worker], self._paces[worker]
+        starts_s, ends_s, free_s = self._starts_s[worker], self._ends_s[worker], self._free_s[worker]
+        for at in range(self._position[worker], len(program)):
+            stage, kind, index = program[at]
+            if kind is Kind.SYNC:
+                self._position[worker], self._free_s[worker] = at, free_s
+                self._come(worker, self._meeting(stage), index)
+                return
+            task = tasks[kind][stage]
+            inbox = task.inbox
+            if inbox is not None:
+                if inbox.missing[index]:
+                    inbox.waiting[index] = worker
+                    self._position[worker], self._free_s[worker] = at, free_s
+                    return
+                if inbox.ready_s[index] > free_s:
+                    free_s = inbox.ready_s[index]
+            starts_s.append(free_s)
+            free_s = free_s + task.seconds if pace is None else pace.end_s(free_s, task.seconds)
+            ends_s.append(free_s)
+            for enabled in task.enables:
+                enabled.missing[index] -= 1
+            for way in task.ways:
+                receiver = way.turns[index % len(way.turns)]
+                if receiver == worker or not way.num_bytes:
+                    way.inbox.arrive(index, free_s)
+                    continue
+                channel = way.channels.get(receiver)
+                if channel is None:
+                    channel = way.channels[receiver] = self._channel(worker, receiver, kind)
+                self.links.send(free_s, channel, (way.num_bytes, way.inbox, index))
+        self._position[worker] = len(program)
+
+    def _come(self, worker: int, meeting: Meeting, index: int) -> None:
+        self._starts_s[worker].append(self._free_s[worker])
+        meeting.come[index] += 1
+        if meeting.come[index] < len(meeting.workers):
+            return
+        del meeting.come[index]
+        all_there_s = max(self._free_s[each] for each in meeting.workers)
+        if meeting.num_bytes:
+            self.links.send(all_there_s, meeting.ring, (meeting.num_bytes, meeting, index))
+        else:
+            meeting.arrive(index, all_there_s)
+
+    def _part(self, workers: tuple[int, ...], at_s: float) -> None:
+        """A meeting ends."""
+        for worker in workers:
+            self._ends_s[worker].append(at_s)
+            self._free_s[worker] = at_s
+            self._position[worker] += 1
+        self._runnable += workers
+
+    # What there is to do, made once.
+
+    def _all_tasks(self) -> list[dict[Kind, dict[int, Task]]]:
+        """Of each worker, by kind and stage."""
+        pipeline, total, wake = self.schedule.pipeline, self.schedule.microbatches, self._runnable.append
+        stages = range(pipeline.num_stages)
+        forward = [Inbox(total, len(pipeline.reads[stage]), wake) for stage in stages]
+        backward = [Inbox(total, 1 + len(pipeline.read_by[stage]), wake) for stage in stages]
+        weight = [Inbox(total, 1, wake) for stage in stages] if self.plan.takes_halves else []
+        tasks: list[dict[Kind, dict[int, Task]]] = [defaultdict(dict) for _ in range(pipeline.num_workers)]
+        for stage, replicas in enumerate(pipeline.workers):
+            halves = (weight[stage],) if weight else ()
+            for worker in replicas:
+                onward = tuple(self._way(stage, reader, forward[reader]) for reader in pipeline.read_by[stage])
+                back = tuple(self._way(stage, source, backward[source]) for source in pipeline.reads[stage])
+                seconds = self.costs.seconds_of(stage, worker)
+                for kind, task in (
+                    (Kind.FORWARD, Task(seconds[Kind.FORWARD], forward[stage], onward, (backward[stage],))),
+                    (Kind.BACKWARD, Task(seconds[Kind.BACKWARD], backward[stage], back, halves)),
+                    (Kind.INPUT, Task(seconds[Kind.INPUT], backward[stage], back, halves)),
+                    *((Kind.WEIGHT, Task(seconds[Kind.WEIGHT], inbox)) for inbox in halves),
+                    (Kind.STEP, Task(seconds[Kind.STEP])),
+                ):
+                    tasks[worker][kind][stage] = task
+        return tasks
+
+    def _way(self, stage: int, target: int, inbox: Inbox) -> Way:
+        return Way(inbox, self.schedule.pipeline.turns[target], self.costs.message_bytes(stage, target), {})
+
+    def _channel(self, sender: int, receiver: int, kind: Kind) -> Channel:
+        """Messages of one direction between two workers stay in order, whichever of their stages they are of."""
+        key = sender, receiver, Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD
+        if key not in self._channels:
+            self._channels[key] = self.links.channel(self.plan.devices[sender], self.plan.devices[receiver])
+        return self._channels[key]
+
+    def _meeting(self, stage: int) -> Meeting:
+        """Whom the sync policy brings together: everybody who averages with this stage."""
+        pipeline = self.schedule.pipeline
+        together, workers = pipeline.sync_stages[stage], pipeline.sync_workers(stage)
+        if together[0] not in self._meetings:
+            traffic = ring_allreduce(max(map(self.costs.sync_bytes, together)), len(workers))
+            ring = self.links.ring(self.plan.devices[worker] for worker in workers)
+            num_bytes = traffic.messages * traffic.bytes_each
+            self._meetings[together[0]] = Meeting(workers, num_bytes, ring, self._part)
+        return self._meetings[together[0]]
+
+    def _columns(self) -> Columns:
+        programs = self.schedule.programs
+        actions = [action for program in programs for action in program]
+        return Columns(
+            worker=np.repeat(np.arange(len(programs)), [len(program) for program in programs]),
+            stage=np.array([stage for stage, _, _ in actions], dtype=np.int64),
+            kind=np.array([CODES[kind] for _, kind, _ in actions], dtype=np.int8),
+            index=np.array([index for _, _, index in actions], dtype=np.int64),
+            start_s=np.concatenate([np.frombuffer(each) for each in self._starts_s]),
+            end_s=np.concatenate([np.frombuffer(each) for each in self._ends_s]),
+        )
