@@ -190,6 +190,27 @@ def test_messages_from_two_workers_into_one_share_its_port() -> None:
     assert (start_s["1F0"], start_s["1F1"]) == (pytest.approx(3.0), pytest.approx(3.0))
 
 
+def test_devices_share_the_cores_of_their_host() -> None:
+    """Three replicas on two cores: 3 s of computing take 4.5 s of each. Two have a core each."""
+    profile = chain_profile([1.0], batch_size=6)
+    crowded, alone = (
+        plan_of(profile, replace(flat_cluster(count), cores=2), [[0]], [count], microbatches=count) for count in (3, 2)
+    )
+    ends_s = [[e.end_s for e in simulate(plan, 1).events if str(e.action)[1] == "B"] for plan in (crowded, alone)]
+    each_s = 3.0 * 6  # the profile is of one sample, and a microbatch has 6 / count of them
+    assert ends_s[0] == pytest.approx([each_s / 3 * 1.5] * 3)
+    assert ends_s[1] == pytest.approx([each_s / 2] * 2)
+    assert PlanCosts(crowded).bottleneck_s() == pytest.approx(each_s / 3 / 2)
+
+
+def test_a_worker_that_waits_leaves_its_core_to_others() -> None:
+    """Stage 1 works alone while the others wait for it, as fast as if there were cores for all."""
+    profile = chain_profile([1.0, 1.0, 1.0], batch_size=1)
+    plan = plan_of(profile, flat_cluster(3), [[0], [1], [2]])
+    crowded = replace(plan, cluster=replace(plan.cluster, cores=1))
+    assert [e.end_s for e in simulate(crowded, 1).events] == pytest.approx([e.end_s for e in simulate(plan, 1).events])
+
+
 def test_a_transfer_goes_on_faster_when_the_other_has_ended() -> None:
     """Stage 0 sends 100 bytes to stage 1 and 300 to stage 2, at 100 bytes a second: shared for 2 s, then alone."""
     graph = LayerGraph(

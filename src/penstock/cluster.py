@@ -67,12 +67,17 @@ class Cluster:
     name: str
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
+    cores: int | None = None
+    """of each host, the group of the innermost level: its devices share them, and none computes on more than one; None
+    where each device computes by itself"""
 
     FORMAT: ClassVar[str] = "penstock.cluster/1"
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ClusterError("devices: empty; a cluster has at least one")
+        if self.cores is not None and self.cores < 1:
+            raise ClusterError(f"cores is {self.cores}; leave it out where devices compute by themselves")
         reach = math.prod(level.size for level in self.levels)
         if reach != len(self.devices):
             sizes = " x ".join(str(level.size) for level in self.levels)
@@ -114,6 +119,9 @@ class Cluster:
             if first // reach == last // reach:
                 return level
         raise ClusterError(f"devices {first} and {last} are not both in {self.name}, which has {len(self.devices)}")
+
+    def host(self, device: int) -> int:
+        return device // self.reach[0]
 
     def member(self, level: int, device: int) -> int:
         """Which of those that a level joins has the device: itself, at the innermost, or a group of the level below."""
@@ -157,6 +165,7 @@ def cluster_toml(cluster: Cluster, about: Sequence[str] = (), about_levels: Sequ
     """The text of a cluster file, rounded to what people read; ``about`` becomes comments, one line each."""
     parts = [f"# {_on_one_line(line)}".rstrip() for line in about]
     parts += ["", f"name = {_quoted(cluster.name)}"] if about else [f"name = {_quoted(cluster.name)}"]
+    parts += [f"cores = {cluster.cores}"] if cluster.cores is not None else []
     for device, equal in itertools.groupby(cluster.devices):
         parts += ["", "[[devices]]", f"count = {len(list(equal))}"]
         if device.kind != ANY_KIND:

@@ -369,8 +369,24 @@ class PlanCosts:
         return max(self._loads_s, key=self._loads_s.__getitem__)
 
     def bottleneck_s(self) -> float:
-        """The slowest stage or cut: what a microbatch takes in steady state, however many are in flight."""
-        return self._loads_s[self.bottleneck()]
+        """The slowest stage or cut: what a microbatch takes in steady state, however many are in flight; more, where
+        devices share too few cores."""
+        return max(self._loads_s[self.bottleneck()], self._cores_s)
+
+    @cached_property
+    def _cores_s(self) -> float:
+        """What all workers of a host compute for a microbatch, over its cores."""
+        if self.plan.cluster.cores is None:
+            return 0.0
+        pipeline, busy_s = self.plan.pipeline, defaultdict[int, float](float)
+        for stage, (workers, shares) in enumerate(zip(pipeline.workers, pipeline.shares, strict=True)):
+            size = pipeline.round_sizes[stage]
+            updates = self.plan.microbatches if family(self.plan.schedule).accumulates else size
+            for worker, share in zip(workers, shares, strict=True):
+                update_s = self._compute[stage, worker][Kind.STEP]
+                turn_s = self._microbatch_s(stage, worker) * share / size
+                busy_s[self.plan.cluster.host(self.plan.devices[worker])] += turn_s + update_s / updates
+        return max(busy_s.values()) / self.plan.cluster.cores
 
     @cached_property
     def _loads_s(self) -> dict[tuple[int, int], float]:

@@ -64,9 +64,10 @@ class Channel:
         "waiting",
     )
 
-    def __init__(self, ports: Sequence[Port], latency_s: float) -> None:
+    def __init__(self, ports: Sequence[Port], latency_s: float, most_per_s: float = math.inf) -> None:
         self.ports, self.latency_s = tuple(ports), latency_s
-        self.bytes_per_s = min((port.bytes_per_s for port in ports), default=math.inf)
+        self.bytes_per_s = min((port.bytes_per_s for port in ports), default=most_per_s)
+        self.bytes_per_s = min(self.bytes_per_s, most_per_s)
         self.waiting: deque[Message] = deque()
         self.current: Message | None = None
         self.left_bytes = self.rate = self.since_s = 0.0
@@ -86,6 +87,14 @@ class Links:
     def channel(self, source: int, target: int) -> Channel:
         """From one device to another."""
         return Channel(self._way(source, target), self.cluster.link(source, target).latency_s)
+
+    def cores(self, devices: Sequence[int]) -> list[Channel | None]:
+        """Where each of these devices computes, with seconds for bytes: at most one core, shared as a port is. None
+        where its host has enough of them."""
+        hosts = [self.cluster.host(device) for device in devices]
+        count = self.cluster.cores or len(devices)
+        shared = {host: Port(count) for host in set(hosts) if hosts.count(host) > count}
+        return [Channel([shared[host]], 0.0, most_per_s=1.0) if host in shared else None for host in hosts]
 
     def ring(self, devices: Iterable[int]) -> Channel:
         """Through several devices, host by host, and back to the first, all sending at once."""

@@ -1,7 +1,7 @@
 """Plays the workers' action lists over shared links. What comes out has the form of a real run's trace.
 
 A worker's next actions depend on nobody else until one lacks an input, so each is played ahead of time up to there.
-Only messages and meetings, where workers meet on links, go through the clock.
+Only messages and meetings, where workers meet on links, go through the clock; and what is computed on shared cores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.cost import PlanCosts, ring_allreduce
 from penstock.plan import Plan
-from penstock.schedule import Kind, Schedule, execution_order
+from penstock.schedule import Action, Kind, Schedule, execution_order
 from penstock.simulate.conditions import Conditions
 from penstock.simulate.links import Channel, Links
 from penstock.trace import CODES, Columns, Trace, trace_of
@@ -78,6 +78,18 @@ class Meeting:
         self.end(self.workers, at_s)
 
 
+@dataclass(slots=True)
+class Desk:
+    """Where a worker gets the actions back that it has given to a shared core."""
+
+    worker: int
+    core: Channel
+    done: Callable[[int, float], None]
+
+    def arrive(self, index: int, at_s: float) -> None:
+        self.done(self.worker, at_s)
+
+
 class Player:
     """Plays a schedule once."""
 
@@ -91,6 +103,10 @@ class Player:
         self._starts_s = [array("d") for _ in workers]
         self._ends_s = [array("d") for _ in workers]
         self._paces = [conditions.pace_of(device) for device in plan.devices]
+        self._desks = [
+            None if core is None else Desk(worker, core, self._computed)
+            for worker, core in enumerate(self.links.cores(plan.devices))
+        ]
         self._runnable = list(workers)
         self._channels: dict[tuple[int, int, Kind], Channel] = {}
         self._tasks = self._all_tasks()
@@ -114,6 +130,7 @@ class Player:
     def _advance(self, worker: int) -> None:
         """Up to where something is missing, or all is done."""
         program, tasks, pace = self.schedule.programs[worker], self._tasks[worker], self._paces[worker]
+        desk = self._desks[worker]
         starts_s, ends_s, free_s = self._starts_s[worker], self._ends_s[worker], self._free_s[worker]
         for at in range(self._position[worker], len(program)):
             stage, kind, index = program[at]
@@ -131,20 +148,38 @@ class Player:
                 if inbox.ready_s[index] > free_s:
                     free_s = inbox.ready_s[index]
             starts_s.append(free_s)
-            free_s = free_s + task.seconds if pace is None else pace.end_s(free_s, task.seconds)
+            end_s = free_s + task.seconds if pace is None else pace.end_s(free_s, task.seconds)
+            if desk is not None:
+                self._position[worker], self._free_s[worker] = at, free_s
+                self.links.send(free_s, desk.core, (end_s - free_s, desk, index))
+                return
+            free_s = end_s
             ends_s.append(free_s)
-            for enabled in task.enables:
-                enabled.missing[index] -= 1
-            for way in task.ways:
-                receiver = way.turns[index % len(way.turns)]
-                if receiver == worker or not way.num_bytes:
-                    way.inbox.arrive(index, free_s)
-                    continue
-                channel = way.channels.get(receiver)
-                if channel is None:
-                    channel = way.channels[receiver] = self._channel(worker, receiver, kind)
-                self.links.send(free_s, channel, (way.num_bytes, way.inbox, index))
+            self._hand_on(worker, program[at], task, free_s)
         self._position[worker] = len(program)
+
+    def _computed(self, worker: int, at_s: float) -> None:
+        """On a shared core."""
+        action = self.schedule.programs[worker][self._position[worker]]
+        self._ends_s[worker].append(at_s)
+        self._free_s[worker] = at_s
+        self._position[worker] += 1
+        self._hand_on(worker, action, self._tasks[worker][action.kind][action.stage], at_s)
+        self._runnable.append(worker)
+
+    def _hand_on(self, worker: int, action: Action, task: Task, at_s: float) -> None:
+        _, kind, index = action
+        for enabled in task.enables:
+            enabled.missing[index] -= 1
+        for way in task.ways:
+            receiver = way.turns[index % len(way.turns)]
+            if receiver == worker or not way.num_bytes:
+                way.inbox.arrive(index, at_s)
+                continue
+            channel = way.channels.get(receiver)
+            if channel is None:
+                channel = way.channels[receiver] = self._channel(worker, receiver, kind)
+            self.links.send(at_s, channel, (way.num_bytes, way.inbox, index))
 
     def _come(self, worker: int, meeting: Meeting, index: int) -> None:
         self._starts_s[worker].append(self._free_s[worker])
