@@ -5,14 +5,16 @@ from __future__ import annotations
 from penstock.bench.rows import Findings
 from penstock.errors import JobError
 
-NAMES = ("accuracy", "planner", "profile", "runtime", "table1")
-DRAWN = ("accuracy", "planner")
+NAMES = ("accuracy", "network", "planner", "profile", "runtime", "table1")
+DRAWN = ("accuracy", "network", "planner")
 """Those whose findings have a drawing."""
 
 
 def run_benchmark(name: str) -> Findings:
     if name == "accuracy":
         from penstock.bench.accuracy import run
+    elif name == "network":
+        from penstock.bench.network import run
     elif name == "planner":
         from penstock.bench.planner import run
     elif name == "profile":

@@ -380,9 +380,11 @@ def report(
 @app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
 def bench(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="accuracy, planner, profile, runtime or table1 (PipeDream's)")
+        str, typer.Argument(metavar="NAME", help="accuracy, network, planner, profile, runtime or table1 (PipeDream's)")
     ],
-    svg: Annotated[Path | None, typer.Option(help="where to draw what was found, with accuracy and planner")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="where to draw what was found, with accuracy, network and planner")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure Penstock on this machine, beside its peers; or set its plans beside published ones."""
