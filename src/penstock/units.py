@@ -41,6 +41,12 @@ def show_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def show_bits_per_s(bytes_per_s: float) -> str:
+    """As networks are sold: 200 Mbit/s."""
+    unit, size = ("Gbit/s", 1e9) if 8 * bytes_per_s >= _ROUNDS_UP * 1e9 else ("Mbit/s", 1e6)
+    return f"{8 * bytes_per_s / size:.3g} {unit}"
+
+
 def show_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= _ROUNDS_UP * size:

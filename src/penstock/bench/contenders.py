@@ -1,4 +1,4 @@
-"""What ``penstock bench runtime`` compares, each as something that runs so many minibatches and tells its samples/s."""
+"""What benchmarks of training compare, each as something that runs so many minibatches and tells its samples/s."""
 
 from __future__ import annotations
 
@@ -179,23 +179,23 @@ class _OneValue(nn.Module):
 
 
 class TorchDataParallel:
-    """DistributedDataParallel: every worker has the whole model and a minibatch of its own."""
+    """DistributedDataParallel: every worker has the whole model and ``samples`` of its own at each update."""
 
-    def __init__(self, job: Job, workers: int) -> None:
-        self.job, self.workers = job, workers
+    def __init__(self, job: Job, workers: int, samples: int) -> None:
+        self.job, self.samples_per_update = job, workers * samples
         self.model = DistributedDataParallel(copy.deepcopy(blueprint_of(job, CPU).model).train())
         self.optimizers = Optimizers(job.optimizer, None, list(self.model.module.named_parameters()))
-        inputs, self.target = load_batch(job, range(job.batch_size), seed=0)
+        inputs, self.target = load_batch(job, range(samples), seed=0)
         self.args, self.kwargs = call_arguments(inputs)
 
     def run(self, minibatches: int) -> float:
         start_s = time.perf_counter()
-        rounds = max(1, minibatches // self.workers)
-        for _ in range(rounds):
+        updates = max(1, minibatches * self.job.batch_size // self.samples_per_update)
+        for _ in range(updates):
             self.model.zero_grad()
             torch.autograd.backward(self.job.loss(self.model(*self.args, **self.kwargs), self.target))
             self.optimizers.step(0)
-        return rounds * self.workers * self.job.batch_size / (time.perf_counter() - start_s)
+        return updates * self.samples_per_update / (time.perf_counter() - start_s)
 
 
 def _rows(batch: Any, start: int, count: int) -> Any:

@@ -14,16 +14,26 @@ from penstock.profile import Profile
 from penstock.runtime.jobs import build_job
 from penstock.runtime.measure import profile_job
 from penstock.workloads import demo
-from penstock.workloads.models import small_vgg
+from penstock.workloads.models import small_vgg, vgg11
 
 
 def vgg_job() -> Job:
-    """VGG-like, 7.5 M parameters, random images of CIFAR's size."""
+    """VGG-like, 7.5 M parameters."""
+    return _image_job(small_vgg())
+
+
+def vgg11_job() -> Job:
+    """VGG-11, 28 M parameters."""
+    return _image_job(vgg11())
+
+
+def _image_job(model: torch.nn.Module) -> Job:
+    """With random images of CIFAR's size."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(32, 3, 32, 32, generator=generator)
     labels = torch.randint(0, 10, (32,), generator=generator)
     return Job(
-        model=small_vgg(),
+        model=model,
         data=torch.utils.data.TensorDataset(images, labels),
         loss=F.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
@@ -44,7 +54,7 @@ def tiny_job() -> Job:
     )
 
 
-JOBS: dict[str, Callable[[], Job]] = {"vgg": vgg_job, "transformer": demo.job, "tiny": tiny_job}
+JOBS: dict[str, Callable[[], Job]] = {"vgg": vgg_job, "vgg11": vgg11_job, "transformer": demo.job, "tiny": tiny_job}
 
 
 def bench_job(name: str) -> Job:

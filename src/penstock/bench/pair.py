@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -38,13 +38,9 @@ def main(case: str, directory: Path) -> None:
             contenders.update(_of_plan(case, name, plan, links.transport))
         gc.freeze()  # as in training
         minibatches = min(MOST, max(FEWEST, round(ROUND_S / some.prediction.seconds_per_minibatch)))
-        rates: dict[str, list[float]] = {name: [] for name in contenders}
-        for round_index in range(ROUNDS + 1):
-            for name, contender in contenders.items():
-                dist.barrier()
-                rate = contender.run(minibatches)
-                if round_index > 0:  # the first round warms caches and learns the shapes
-                    rates[name].append(_slowest(rate))
+        for contender in contenders.values():  # warms caches and learns the shapes
+            run_together(contender, minibatches)
+        rates = by_turns(contenders, dict.fromkeys(contenders, minibatches), ROUNDS)
         if dist.get_rank() == 0:
             chosen = ", ".join(sorted(set(links.chosen.values())))
             (directory / "found").write_text(json.dumps({"rates": rates, "transport": chosen}))
@@ -60,12 +56,24 @@ def _of_plan(case: str, name: str, plan: Plan, transport: Transport) -> Iterator
     if name in TORCH_SCHEDULES:
         yield f"torch {name}", TorchPipeline(ours)
     if name == "data parallel":
-        yield "torch data parallel", TorchDataParallel(bench_job(case), len(plan.devices))
+        yield "torch data parallel", TorchDataParallel(bench_job(case), len(plan.devices), plan.profile.batch_size)
 
 
-def _slowest(rate: float) -> float:
-    """A pipeline is as fast as its slowest worker."""
-    tensor = torch.tensor([rate], dtype=torch.float64)
+def by_turns(
+    contenders: Mapping[str, Contender], minibatches: Mapping[str, int], rounds: int
+) -> dict[str, list[float]]:
+    """Samples per second of each, round by round, so that what else the machine does befalls all alike."""
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            rates[name].append(run_together(contender, minibatches[name]))
+    return rates
+
+
+def run_together(contender: Contender, minibatches: int) -> float:
+    """Samples per second of all workers together: a pipeline is as fast as its slowest."""
+    dist.barrier()
+    tensor = torch.tensor([contender.run(minibatches)], dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return float(tensor)
 

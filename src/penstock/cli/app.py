@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__, codec
+from penstock.bench import DRAWN, MODULES, run_benchmark
 from penstock.cli import show as shown
 from penstock.errors import FormatError, PenstockError, PlanError, WorkerError
 from penstock.formats import plan_text, read_cluster, read_profile
@@ -450,19 +451,11 @@ def report(
 
 @app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
 def bench(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="accuracy, planner, profile, runtime, simulator-scale or table1 (PipeDream's)"
-        ),
-    ],
-    svg: Annotated[
-        Path | None, typer.Option(help="where to draw what was found, with accuracy, planner, simulator-scale")
-    ] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"{', '.join(MODULES)}; table1 is PipeDream's")],
+    svg: Annotated[Path | None, typer.Option(help=f"where to draw what was found, with {', '.join(DRAWN)}")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure Penstock on this machine, beside its peers; or set its plans beside published ones."""
-    from penstock.bench import DRAWN, run_benchmark
 
     if svg is not None and name not in DRAWN:
         raise FormatError(f"bench {name} has no drawing; --svg goes with bench {', '.join(DRAWN)}")

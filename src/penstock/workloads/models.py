@@ -66,3 +66,23 @@ def small_vgg(classes: int = 10, widths: tuple[int, ...] = (64, 128, 256, 512)) 
         nn.ReLU(inplace=True),
         nn.Linear(1280, classes),
     )
+
+
+def vgg11(classes: int = 10) -> nn.Sequential:
+    """VGG-11 for 32 x 32 images, with the classifier of the original: 28 M parameters, most of them in its end."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, convolutions in ((64, 1), (128, 1), (256, 2), (512, 2), (512, 2)):
+        for _ in range(convolutions):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(
+        *layers,
+        nn.Flatten(),
+        nn.Linear(channels, 4096),
+        nn.ReLU(inplace=True),
+        nn.Linear(4096, 4096),
+        nn.ReLU(inplace=True),
+        nn.Linear(4096, classes),
+    )
