@@ -13,6 +13,7 @@ MODULES = {
     "planner": "planner",
     "profile": "profile",
     "runtime": "runtime",
+    "simulator": "simulator",
     "simulator-scale": "scale",
     "table1": "table1",
 }

@@ -52,7 +52,7 @@ def talking_pairs(plan: Plan) -> list[Pair]:
         for source in sources
         for workers in itertools.product(pipeline.workers[source], pipeline.workers[stage])
     }
-    pairs.update(pair for group in sync_groups(plan) for pair in _around(group))
+    pairs.update(pair for group in sync_groups(plan) for pair in around(group))
     return sorted((low, high) for low, high in pairs if low != high)
 
 
@@ -60,7 +60,8 @@ def _pair(one: int, other: int) -> Pair:
     return min(one, other), max(one, other)
 
 
-def _around(group: Sequence[int]) -> set[Pair]:
+def around(group: Sequence[int]) -> set[Pair]:
+    """Those next to each other on a ring through the group."""
     return {_pair(*workers) for workers in zip(group, (*group[1:], group[0]), strict=True)}
 
 
@@ -92,7 +93,7 @@ def _rings(board: _Board, groups: Sequence[tuple[int, ...]], lines: Collection[i
     return [
         group
         for group in groups
-        if board.rank in group and all(high in known[low] and low in known[high] for low, high in _around(group))
+        if board.rank in group and all(high in known[low] and low in known[high] for low, high in around(group))
     ]
 
 

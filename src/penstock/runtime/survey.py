@@ -18,10 +18,11 @@ from torch import nn
 from penstock import codec
 from penstock.cluster import ANY_KIND
 from penstock.errors import ClusterError, WorkerError
+from penstock.runtime.links import around, make_links
 from penstock.runtime.machine import host_id
 from penstock.runtime.measure import device_kind
 from penstock.runtime.train import join_workers
-from penstock.runtime.transport import TorchTransport, short_reason
+from penstock.runtime.transport import short_reason
 from penstock.runtime.trials import Prober
 from penstock.runtime.worker import Clock
 from penstock.survey import Pattern, Survey, Timing, Trial, WorkerFacts, conclude, group_hosts, make_trials
@@ -42,8 +43,10 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
         mine = _facts(device, work.per_s())
         facts = [codec.decode(WorkerFacts, part) for part in share("facts", codec.encode(mine), timeout_s)]
         trials, everyone = make_trials(group_hosts(facts)), tuple(range(len(facts)))
+        pairs = [pair for trial in trials for group in trial.groups for pair in around(group)]
+        links = make_links(_groups(trials, everyone), pairs, device=device, timeout_s=timeout_s)
         prober = Prober(
-            transport=TorchTransport(_groups(trials, everyone)),
+            transport=links.transport,
             clock=time.perf_counter,
             device=device,
             timeout_s=timeout_s,
@@ -54,7 +57,7 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
             prober.meet(everyone)
             timings += prober.run(number, trial)
         parts = share("timings", [codec.encode(timing) for timing in timings], timeout_s)
-        backend: str = dist.get_backend()
+        backend = ", ".join(sorted({str(dist.get_backend()), *links.chosen.values()}))
         rank = dist.get_rank()
     if rank != 0:
         return None

@@ -1,0 +1,185 @@
+"""The simulator against this machine: what it says of plans, and what they do when they run.
+
+Everything it goes by is measured first, as a user would: the profile with all cores at work, links by
+`penstock cluster measure`. Three workers share two cores, and the cluster says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from penstock import codec
+from penstock.bench.hosts import make_hosts, why_not
+from penstock.bench.network import measured_cluster
+from penstock.bench.rows import Column, Findings
+from penstock.bench.why import config_of
+from penstock.cluster import Cluster, load_cluster
+from penstock.plan import Plan
+from penstock.planner import Hints, make_plan
+from penstock.profile import Profile
+from penstock.runtime.launch import launch_workers
+from penstock.simulate import simulate
+
+CASES = ("vgg", "transformer")
+CORES = 2
+MICROBATCHES = 4
+SLOW_BYTES_PER_S = 400e6 / 8
+LOCAL = (
+    ((1, 1), ("pipedream", "1f1b", "gpipe", "zb-h1")),
+    ((1, 2), ("pipedream", "1f1b")),
+    ((2, 1), ("pipedream", "1f1b")),
+)
+SHAPED = (((1, 1), ("pipedream", "1f1b")),)
+ROUND_S = 2.0
+"""about how long a plan runs at a time"""
+FEWEST, MOST = 12, 60
+"""minibatches at a time"""
+MEDIAN_ERROR, WORST_ERROR = 0.05, 0.10
+TIMEOUT_S = 400.0
+
+Wanted = Sequence[tuple[tuple[int, ...], Sequence[str]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatorRow:
+    case: str
+    network: str
+    plan: str
+    """replicas of each stage"""
+    schedule: str
+    measured: float
+    """samples/s, the median of three"""
+    simulated: float
+    error: float
+    """of the simulated rate, beside the measured one"""
+    note: str = ""
+    """of the last one, over all"""
+
+    COLUMNS: ClassVar[tuple[Column, ...]] = (
+        *(Column(title) for title in ("model", "network", "plan", "schedule")),
+        *(Column(title, right=True) for title in ("measured\nsamples/s", "simulated", "error")),
+    )
+    CAPTION: ClassVar[str] = "samples/s of runs on this machine, and what the simulator says of the same plans"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        numbers = f"{self.measured:.1f}", f"{self.simulated:.1f}", f"{self.error:+.1%}"
+        return self.case, self.network, self.plan, self.schedule, *numbers
+
+    @property
+    def footnote(self) -> str:
+        return self.note
+
+
+def run() -> Findings:
+    rows = [row for case in CASES for row in _of_model(case)]
+    return Findings([*rows[:-1], replace(rows[-1], note=verdict(rows))])
+
+
+def _of_model(case: str) -> Iterator[SimulatorRow]:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        _say(f"{case}: profile")
+        launch_workers(["-m", "penstock.bench.plays", "profile", case, name], CORES, threads=1)
+        profile = codec.load(Profile, directory / "profile.json")
+    link = _local_link()
+    for replicas, schedules in LOCAL:
+        workers = sum(replicas)
+        cluster = Cluster(
+            name="this machine",
+            devices=(replace(link.devices[0], memory_bytes=None),) * workers,
+            levels=(replace(link.levels[0], size=workers),),
+            cores=CORES,
+        )
+        yield from _compared(case, "loopback", profile, cluster, [(replicas, schedules)], _run_here)
+    if why_not() is None:
+        with make_hosts(CORES) as hosts:
+            hosts.set_rate(SLOW_BYTES_PER_S)
+            with tempfile.TemporaryDirectory() as name:
+                cluster = measured_cluster(hosts, Path(name) / "cluster.toml")
+
+            def run_there(workers: int, arguments: Sequence[str]) -> None:
+                hosts.run_workers(arguments, timeout_s=TIMEOUT_S)
+
+            yield from _compared(case, f"{8e-6 * SLOW_BYTES_PER_S:.0f} Mbit/s", profile, cluster, SHAPED, run_there)
+
+
+def _local_link() -> Cluster:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "cluster.toml"
+        launch_workers(["-m", "penstock", "cluster", "measure", "--output", str(path), "--json"], CORES, threads=1)
+        return load_cluster(path)
+
+
+def _run_here(workers: int, arguments: Sequence[str]) -> None:
+    launch_workers(arguments, workers, threads=1)
+
+
+def _compared(
+    case: str,
+    network: str,
+    profile: Profile,
+    cluster: Cluster,
+    wanted: Wanted,
+    run_workers: Callable[[int, Sequence[str]], None],
+) -> Iterator[SimulatorRow]:
+    plans = [_plan(profile, cluster, replicas, schedule) for replicas, schedules in wanted for schedule in schedules]
+    minibatches = {f"plan {i}": _minibatches(plan) for i, plan in enumerate(plans)}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        for file, plan in zip(minibatches, plans, strict=True):
+            codec.save(plan, directory / f"{file}.json")
+        (directory / "minibatches").write_text(json.dumps(minibatches))
+        _say(f"{case}, {network}, {', '.join(f'{config_of(plan)} {plan.schedule}' for plan in plans)}")
+        run_workers(len(cluster.devices), ["-m", "penstock.bench.plays", "run", case, name])
+        rates = json.loads((directory / "rates").read_text())
+    for file, plan in zip(minibatches, plans, strict=True):
+        measured = statistics.median(rates[file])
+        simulated = simulate(plan, minibatches[file]).samples_per_s
+        yield SimulatorRow(
+            case=case,
+            network=network,
+            plan=config_of(plan),
+            schedule=plan.schedule,
+            measured=measured,
+            simulated=simulated,
+            error=simulated / measured - 1,
+        )
+
+
+def _plan(profile: Profile, cluster: Cluster, replicas: tuple[int, ...], schedule: str) -> Plan:
+    microbatches = 1 if schedule == "pipedream" else MICROBATCHES
+    return make_plan(profile, cluster, schedule=schedule, microbatches=microbatches, hints=Hints(replicas=replicas))
+
+
+def _minibatches(plan: Plan) -> int:
+    return min(MOST, max(FEWEST, round(ROUND_S / plan.prediction.seconds_per_minibatch)))
+
+
+def verdict(rows: Sequence[SimulatorRow]) -> str:
+    errors = sorted(abs(row.error) for row in rows)
+    median, worst = statistics.median(errors), errors[-1]
+    apart = [
+        (one, two)
+        for one, two in itertools.combinations(rows, 2)
+        if one.case == two.case and abs(one.measured / two.measured - 1) > MEDIAN_ERROR
+    ]
+    crossed = sum((one.measured < two.measured) != (one.simulated < two.simulated) for one, two in apart)
+    met = median <= MEDIAN_ERROR and worst <= WORST_ERROR and not crossed
+    return (
+        f"{len(rows)} runs: median error {median:.1%}, worst {worst:.1%}; of {len(apart)} pairs of one model that differ "
+        f"by more than {MEDIAN_ERROR:.0%}, {crossed} are in another order when simulated. Wanted: {MEDIAN_ERROR:.0%}, "
+        f"{WORST_ERROR:.0%} and none: {'met' if met else 'NOT met'}."
+    )
+
+
+def _say(what: str) -> None:
+    sys.stderr.write(f"bench simulator: {what}\n")
