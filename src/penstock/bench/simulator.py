@@ -175,7 +175,7 @@ def verdict(rows: Sequence[SimulatorRow]) -> str:
     crossed = sum((one.measured < two.measured) != (one.simulated < two.simulated) for one, two in apart)
     met = median <= MEDIAN_ERROR and worst <= WORST_ERROR and not crossed
     return (
-        f"{len(rows)} runs: median error {median:.1%}, worst {worst:.1%}; of {len(apart)} pairs of one model that differ "
+        f"{len(rows)} runs: median error {median:.1%}, worst {worst:.1%}; of {len(apart)} pairs of a model that differ "
         f"by more than {MEDIAN_ERROR:.0%}, {crossed} are in another order when simulated. Wanted: {MEDIAN_ERROR:.0%}, "
         f"{WORST_ERROR:.0%} and none: {'met' if met else 'NOT met'}."
     )
