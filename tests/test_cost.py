@@ -99,9 +99,10 @@ def test_a_value_crosses_forward_once_and_back_only_if_it_has_a_gradient() -> No
             Value(name="mask", producer=0, consumers=(2,), num_bytes=10, differentiable=False),
         ),
     )
-    costs = model(profile_of(graph, [layer_seconds(1.0)] * 3), microbatch_size=2)
-    assert costs.forward_bytes({0}, {1, 2}) == 220
-    assert costs.backward_bytes({0}, {1, 2}) == 200
+    profile = profile_of(graph, [layer_seconds(1.0)] * 3)
+    assert model(profile, microbatch_size=2).forward_bytes({0}, {1, 2}) == 220
+    costs = PlanCosts(plan_of(profile, flat_cluster(2), [[0], [1, 2]], microbatches=4))
+    assert (costs.message_bytes(0, 1), costs.message_bytes(1, 0)) == (220, 200)
 
 
 def test_memory_is_versions_and_gradient_of_weights_and_optimizer_state_and_activations_in_flight() -> None:

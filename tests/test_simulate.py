@@ -24,12 +24,13 @@ from builders import (
 from penstock import codec
 from penstock.cluster import Cluster, Device, Level
 from penstock.cost import PlanCosts
-from penstock.errors import ClusterError
+from penstock.errors import ClusterError, ScheduleError
 from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.plan import Plan
 from penstock.schedule import Kind, check, dependencies, depths_with_slack, family, planned_depth
 from penstock.schedule.builders import position_on
-from penstock.simulate import Conditions, Episode, Stragglers, parse_conditions, play, simulate
+from penstock.simulate import CALM, Conditions, Episode, Stragglers, parse_conditions, play, simulate
+from penstock.simulate.play import Player
 
 stage_seconds = st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4)
 
@@ -165,6 +166,14 @@ def test_a_trace_accounts_for_all_samples_and_names_every_worker(plan: Plan, min
     assert sum(trace.samples) == plan.profile.batch_size * minibatches
     assert trace.workers == plan.worker_names
     assert trace.origin == "simulated"
+
+
+def test_a_schedule_that_cannot_end_is_refused_with_who_waits_for_whom() -> None:
+    plan = one_layer_per_stage([1.0, 1.0], schedule="gpipe", microbatches=2)
+    schedule = plan.schedule_for([2])
+    turned = replace(schedule, programs=(schedule.programs[0], schedule.programs[1][::-1]))
+    with pytest.raises(ScheduleError, match=r"schedule gpipe deadlocks:\n.*waits for 1B0"):
+        Player(plan, turned, CALM).run((2, 2))
 
 
 def test_a_message_delays_the_stage_that_reads_it_by_latency_and_bytes() -> None:

@@ -113,10 +113,6 @@ class CostModel:
         """What ``target`` reads from ``source``. Model inputs do not count: every stage loads its own."""
         return self._sent_bytes(self._crossing(source, target), sends)
 
-    def backward_bytes(self, source: Collection[int], target: Collection[int], sends: Sends = EXACT) -> float:
-        """What returns from ``target`` to ``source``: the gradients of what went forward."""
-        return self._sent_bytes([v for v in self._crossing(source, target) if v.differentiable], sends)
-
     def _sent_bytes(self, values: Sequence[Value], sends: Sends) -> float:
         return self.scale * sum(sent_bytes(value, sends.get(value.producer, "exact")) for value in values)
 
@@ -285,17 +281,23 @@ class PlanCosts:
     @cached_property
     def _edges(self) -> dict[tuple[int, int], float]:
         """All messages of a microbatch, by the stages that they go from and to."""
-        graph, owner = self.plan.profile.graph, self.plan.stage_of_layer
+        owner = self.plan.stage_of_layer
         edges: dict[tuple[int, int], float] = defaultdict(float)
-        for value in graph.values:
-            source = owner[value.producer]
-            num_bytes = self.model.scale * sent_bytes(value, self._sends[value.producer])
-            if graph.by_id[value.producer].is_input:
-                continue
+        for value in self._sent_values:
+            source, num_bytes = owner[value.producer], self._value_bytes(value)
             for target in {owner[consumer] for consumer in value.consumers} - {source}:
                 edges[source, target] += num_bytes
                 edges[target, source] += num_bytes if value.differentiable else 0.0
         return edges
+
+    @cached_property
+    def _sent_values(self) -> list[Value]:
+        """Those that a layer reads from another. Model inputs are not: every stage loads its own."""
+        graph = self.plan.profile.graph
+        return [value for value in graph.values if value.consumers and not graph.by_id[value.producer].is_input]
+
+    def _value_bytes(self, value: Value) -> float:
+        return self.model.scale * sent_bytes(value, self._sends[value.producer])
 
     def memory(self, stage: int) -> Memory:
         return self.model.stage_memory(self.plan.stages[stage], family(self.plan.schedule))
@@ -360,9 +362,16 @@ class PlanCosts:
         return max(loads_s.values(), default=0.0)
 
     def _crossing(self, stage: int) -> Traffic:
-        before = {layer for each in self.plan.stages[: stage + 1] for layer in each.layers}
-        after = {layer for each in self.plan.stages[stage + 1 :] for layer in each.layers}
-        return message(self.sent_bytes(before, after))
+        return message(self._crossing_bytes[stage])
+
+    @cached_property
+    def _crossing_bytes(self) -> list[float]:
+        """What crosses each cut for one microbatch, a value once however many stages behind it read it."""
+        owner, crossing = self.plan.stage_of_layer, [0.0] * len(self.plan.stages)
+        for value in self._sent_values:
+            for cut in range(owner[value.producer], max(owner[consumer] for consumer in value.consumers)):
+                crossing[cut] += self._value_bytes(value)
+        return crossing
 
     def bottleneck(self) -> tuple[int, int]:
         """What sets the pace: a stage, as (stage, stage), or the cut behind it, as (stage, stage + 1)."""

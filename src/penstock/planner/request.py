@@ -31,6 +31,8 @@ CONFIRMED = 1.02
 """A simulation this near the cost model's steady state confirms it."""
 CLOSE_ENOUGH = 1.01
 """A hundredth is not worth more memory, nor more microbatches."""
+LONGEST_TURN = 32
+"""Minibatches after which replicas have had their turns, where that is waited for."""
 MOST_CROWDED = 3
 """Searches for plans that send less."""
 NOTHING_YET = Prediction(seconds_per_minibatch=0.0, lower_bound_s=0.0, data_parallel_s=None, one_device_s=None)
@@ -313,7 +315,7 @@ class Request:
         if alone or not self.family.trains or len(plan.devices) > MOST_SIMULATED_WORKERS:
             return estimate_s, plan
         first = plan.stages[0]
-        minibatches = len(plan.devices) + 4
+        minibatches = _whole_turns(plan, at_least=len(plan.devices) + 4)
         if plan.is_asynchronous:  # long enough for a steady rate: filling and draining take what is in flight
             minibatches = 4 * len(plan.devices) + 4 * plan.pipeline.round_sizes[0] * first.in_flight + 16
             minibatches = -(-minibatches // plan.microbatches) + 2
@@ -353,3 +355,12 @@ class Request:
                     seconds, plan = milder_s, milder
                     break
         return seconds, plan
+
+
+def _whole_turns(plan: Plan, *, at_least: int) -> int:
+    """So many minibatches of a synchronous schedule that in the half of them whose rate counts, replicas that differ
+    have had their turns equally often."""
+    turn = math.lcm(*plan.pipeline.round_sizes)
+    turn //= math.gcd(turn, plan.microbatches)
+    turn = turn if turn <= LONGEST_TURN else 1
+    return 4 * turn * -(-at_least // (4 * turn)) + 1
