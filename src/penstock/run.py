@@ -10,6 +10,7 @@ from typing import ClassVar
 from penstock import codec
 from penstock.errors import FormatError
 from penstock.plan import Plan
+from penstock.record import Reader, Record, append_line
 from penstock.schedule import Staleness
 from penstock.trace import Trace
 
@@ -84,6 +85,10 @@ class RunDirectory:
         return self.path / "trace.json"
 
     @property
+    def progress(self) -> Path:
+        return self.path / "progress.jsonl"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 
@@ -110,3 +115,12 @@ class RunDirectory:
         if not self.result.exists():
             raise FormatError(f"{self.path}: holds no finished run (result.json is missing); train to the end first")
         return codec.load(Plan, self.plan), codec.load(Trace, self.trace), codec.load(Result, self.result)
+
+    def note_end(self, words: str) -> None:
+        """For a run that cannot say so itself; nothing is noted of one that never began."""
+        if self.progress.exists():
+            append_line(self.progress, "end", words)
+
+    def record(self) -> Record:
+        """What was written down as it ran; empty for a run that left none."""
+        return Reader(self.progress).read()

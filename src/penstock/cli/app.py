@@ -23,6 +23,7 @@ from penstock.formats import plan_text, read_cluster, read_profile
 from penstock.plan import Plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
+from penstock.report import Outcome, outcome_of, write_report
 from penstock.report.drawing import svg_file
 from penstock.run import RunDirectory
 from penstock.schedule import FAMILIES
@@ -332,12 +333,12 @@ def train(
         codec.save(made, directory.plan)
         plan = directory.plan
     workers.train(job, plan, options)
-    made, trace, result = directory.load()
-    comparison = write_report_of(directory)
+    found = write_report_of(directory)
+    result = found.result
     _answer(
         result,
         as_json,
-        lambda: shown.run_table(made, trace, comparison, result),
+        lambda: shown.run_table(found.plan, found.measured, found.simulated, result),
         "\n".join(
             [
                 *(str(evaluation) for evaluation in result.evaluations[-1:]),
@@ -370,10 +371,9 @@ def report(
 ) -> None:
     """Write the HTML report of a run: timeline, predicted against measured, plan, loss."""
     directory = RunDirectory(run)
-    plan, trace, result = directory.load()
-    comparison = write_report_of(directory)
-    answer = {"report": str(directory.report), **shown.trace_answer(trace)}
-    table = partial(shown.run_table, plan, trace, comparison, result)
+    found = write_report_of(directory)
+    answer = {"report": str(directory.report), **shown.trace_answer(found.measured)}
+    table = partial(shown.run_table, found.plan, found.measured, found.simulated, found.result)
     _answer(answer, as_json, table, f"report {directory.report}")
 
 
@@ -440,16 +440,10 @@ def _profile(job: Path, microbatch_size: int | None, threads: int) -> Profile:
     return workers.profile(job, microbatch_size, threads)
 
 
-def write_report_of(directory: RunDirectory) -> Trace:
-    """Write the report and return the simulated trace that it sets beside the measured one."""
-    from penstock.report import write_report
-    from penstock.simulate import simulate as play
-
-    plan, trace, result = directory.load()
-    minibatches = min(200, max(1, len(result.losses)))
-    simulated = play(plan, minibatches)
-    write_report(directory.report, plan=plan, measured=trace, simulated=simulated, result=result)
-    return simulated
+def write_report_of(directory: RunDirectory) -> Outcome:
+    found = outcome_of(directory)
+    write_report(directory.report, found)
+    return found
 
 
 def _answer(value: Any, as_json: bool, table: Any, note: str = "") -> None:

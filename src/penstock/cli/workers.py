@@ -87,10 +87,15 @@ def train(job_file: Path, plan_file: Path, options: Options) -> None:
         arguments += ["--init", str(options.init)]
     if options.quiet:
         arguments.append("--json")
-    options.run.result.unlink(missing_ok=True)
+    for left in (options.run.result, options.run.progress):
+        left.unlink(missing_ok=True)
     try:
         _launch(arguments, len(plan.devices), plan.profile.threads)
+    except PenstockError as error:
+        options.run.note_end(f"failed: {error}")
+        raise
     except Interrupted as interrupted:
+        options.run.note_end("stopped by a signal")
         newest = options.run.newest_checkpoint()
         where = f"checkpoint {newest}; go on with --resume {newest}" if newest else "no checkpoint was complete yet"
         sys.stderr.write(f"\npenstock: stopped, all workers ended; {where}\n")

@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 
 from penstock import codec
+from penstock.cost import PlanCosts
 from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
+from penstock.record import Start, Writer
 from penstock.run import EdgeError, Evaluation, Result, RunDirectory
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.checkpoint import Checkpoint, clean
@@ -33,7 +35,8 @@ from penstock.runtime.keeper import Keeper, Save, save_together
 from penstock.runtime.links import Links, make_links, talking_pairs
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
-from penstock.runtime.progress import ProgressLine, Report
+from penstock.runtime.memory import MemoryMeter
+from penstock.runtime.progress import Listener, Progress, ProgressLine
 from penstock.runtime.state import state_of
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.transport import short_reason
@@ -132,7 +135,6 @@ class _Training:
         """microbatches of each minibatch so far"""
         self.samples_done = 0
         self.seconds = 0.0
-        self._published_s = 0.0
         self._segment_start_s = 0.0
         self._origin_s = 0.0
         self._rounds = 0
@@ -140,12 +142,10 @@ class _Training:
         self.evaluations: tuple[Evaluation, ...] = ()
         self.stopped_early = False
         self._meetings = 0
-        self._line: ProgressLine | None = None
 
     def run(self) -> None:
         done = self._start()
-        if self.rank == 0 and not self.options.quiet:
-            self._line = ProgressLine(self._samples_left(done))
+        self.progress = self._make_progress(done)
         self._origin_s = self._meet()
         self.worker.clock = lambda: time.perf_counter() - self._origin_s
         stops = self._is_evaluation_due(done) and self._evaluate(done)  # the checkpoint was taken just before
@@ -155,14 +155,29 @@ class _Training:
                 self.keeper.take(done)
                 break
         self.keeper.finish()
-        if self._line:
-            self._line.close()
         if not self.sizes:
             raise JobError(
                 f"nothing is left to train: the checkpoint has all {self.job.epochs} epochs; raise Job.epochs"
             )
+        self._tell(done="")
         self._meet()
+        self.progress.pass_on(self.worker.clock())  # with everybody's last word
         self._hand_in()
+        self.progress.end("stopped early" if self.stopped_early else "finished")
+
+    def _make_progress(self, done: Checkpoint) -> Progress:
+        """At worker 0 with those who are to hear of it."""
+        listeners: list[Listener] = []
+        if self.rank == 0:
+            start = what_is_to_come(self.job, self.plan, done)
+            listeners.append(Writer(self.run_directory.progress, start))
+            if not self.options.quiet:
+                listeners.append(ProgressLine(start.samples))
+        weights = [
+            parameter for stage in self.worker.stages.values() for parameter in stage.weights.parameters.values()
+        ]
+        memory = MemoryMeter(self.worker.device, sum(parameter.nbytes for parameter in weights))
+        return Progress(self.store, self.rank, len(self.plan.devices), memory, listeners)
 
     def _is_evaluation_due(self, done: Checkpoint) -> bool:
         if self.evaluator is None or (self.evaluations and self.evaluations[-1].steps >= done.steps):
@@ -178,8 +193,8 @@ class _Training:
         self.evaluations += (Evaluation(epoch=done.epoch, steps=done.steps, values=found),)
         stop = self.job.early_stop
         self.stopped_early = stop is not None and stop.stops([e.values.get(stop.metric) for e in self.evaluations])
-        if self._line:
-            self._line.note(str(self.evaluations[-1]) + ("; stopped early" if self.stopped_early else ""))
+        words = str(self.evaluations[-1]) + ("; stopped early" if self.stopped_early else "")
+        self.progress.mark(self.worker.clock(), "evaluation", words)
         return self.stopped_early
 
     def _run_part(self, part: Epoch, before: Checkpoint) -> Checkpoint:
@@ -205,34 +220,30 @@ class _Training:
         if action.result.kind is Kind.BACKWARD and action.stage == 0:
             self.samples_done += samples[action.index]
         now_s = self.worker.clock()
-        if now_s - self._published_s > 0.25 and not self.options.quiet:
-            self._published_s = now_s
-            self._publish(now_s)
+        if action.kind is Kind.FORWARD:  # when most is kept for backwards to come
+            self.progress.memory.look(now_s)
+        if self.progress.is_due(now_s):
+            first = base if action.of_microbatch else self._rounds
+            self._tell(str(action._replace(index=first + action.index)))
+            self.progress.pass_on(now_s)
 
-    def _publish(self, now_s: float) -> None:
-        """Tell worker 0 how it goes; worker 0 shows what all have told."""
-        elapsed_s = self.seconds + now_s - self._segment_start_s
+    def _tell(self, done: str) -> None:
         recent = [loss for loss, _ in itertools.islice(reversed(self.losses.values()), 20)]
-        report = Report(
+        loss = sum(recent) / len(recent) if recent else math.nan
+        self.progress.tell(
+            self.worker.clock(),
+            busy_s=self.worker.busy_s,
             samples=self.samples_done,
-            busy=self.worker.busy_s / elapsed_s if elapsed_s > 0 else 0.0,
-            loss=sum(recent) / len(recent) if recent else None,
+            loss=loss if math.isfinite(loss) else None,
+            done=done,
         )
-        self.store.set(f"penstock/progress/{self.rank}", json.dumps(report._asdict()))
-        if self._line:
-            keys = [f"penstock/progress/{rank}" for rank in range(len(self.plan.devices))]
-            reports = [Report(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
-            self._line.show(reports, elapsed_s)
 
     def _complete(self, done: Checkpoint) -> Checkpoint:
         """With what else a run that goes on must know."""
+        self.progress.mark(self.worker.clock(), "checkpoint", f"checkpoint after {done.steps} minibatches")
         scaler = self.worker.scaler
         scale = (scaler.scale, scaler.good_updates) if scaler is not None else None
         return replace(done, loss_scale=scale, evaluations=self.evaluations)
-
-    def _samples_left(self, done: Checkpoint) -> int:
-        under_way = len(self.job.data) - min(done.minibatches * self.job.batch_size, len(self.job.data))
-        return under_way + len(self.job.data) * (self.job.epochs - done.epoch - 1)
 
     def _meet(self) -> float:
         """Wait for all workers; returns the moment, which all take as the same."""
@@ -311,6 +322,21 @@ def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
         epoch = make_epoch(job, plan, number)
         first = done.minibatches if number == done.epoch else 0
         yield from replace(epoch, first_minibatch=first).parts(most, job.evaluate_every or most)
+
+
+def what_is_to_come(job: Job, plan: Plan, done: Checkpoint) -> Start:
+    costs, period_s = PlanCosts(plan), plan.prediction.seconds_per_minibatch
+    epochs, per_epoch = job.epochs - done.epoch, len(make_epoch(job, plan, 0).minibatches)
+    return Start(
+        model=plan.profile.model,
+        schedule=plan.schedule,
+        workers=plan.worker_names,
+        samples=epochs * len(job.data) - min(done.minibatches * job.batch_size, len(job.data)),
+        minibatches=epochs * per_epoch - done.minibatches,
+        began_unix_s=time.time(),
+        samples_per_s=job.batch_size / period_s if period_s > 0 else None,
+        memory_bytes=tuple(round(costs.memory_bytes(worker)) for worker in range(len(plan.devices))),
+    )
 
 
 def _of_stage(ages: Sequence[dict[str, dict[str, int]]], stage: int) -> Staleness:
