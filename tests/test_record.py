@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import FormatError
+from penstock.errors import FormatError, JobError
 from penstock.record import Mark, Moment, Reader, Record, Start, Writer, interval_s
 from penstock.run import RunDirectory
 from penstock.runtime.memory import MemoryMeter
@@ -21,6 +21,7 @@ START = Start(
     workers=("stage 0 on device 0", "stage 1 on device 1"),
     samples=100,
     minibatches=10,
+    first_minibatch=5,
     began_unix_s=1.8e9,
     samples_per_s=50.0,
     memory_bytes=(1000, 2000),
@@ -34,7 +35,9 @@ MOMENT = Moment(
     done=("0B1", ""),
     heard_s=(1.0, 0.0),
 )
-MARK = Mark(at_s=1.5, kind="evaluation", text="evaluation after 2 minibatches")
+MARK = Mark(
+    at_s=1.5, kind="evaluation", text="evaluation after 2 minibatches", minibatch=2, values={"loss": 0.5, "f1": None}
+)
 
 
 def test_a_reader_sees_what_was_added_since_and_never_half_a_line(tmp_path: Path) -> None:
@@ -142,9 +145,9 @@ def test_worker_0_passes_on_what_all_have_told() -> None:
     first.tell(2.25, busy_s=1.5, samples=64, loss=None, done="0F9")
     first.pass_on(2.25)
     assert heard.moments[1].busy == (0.5, 0.75)  # of the second nothing new was heard
-    first.mark(3.0, "checkpoint", "taken")
+    first.mark(MARK)
     first.end("finished")
-    assert (heard.marks, heard.words) == ([Mark(at_s=3.0, kind="checkpoint", text="taken")], "finished")
+    assert (heard.marks, heard.words) == ([MARK], "finished")
 
 
 def test_workers_tell_more_often_than_worker_0_asks() -> None:
@@ -187,3 +190,38 @@ def test_the_meter_looks_no_more_often_than_is_cheap(monkeypatch: pytest.MonkeyP
     for i in range(100):
         meter.look(i * 0.01)
     assert 15 <= len(looks) <= 21
+
+
+def test_samples_of_a_run_that_goes_on_count_from_where_it_began() -> None:
+    assert [START.minibatch(samples) for samples in (0, 50, 100)] == [5, 10, 15]
+
+
+def test_tensorboard_reads_back_what_a_run_told(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from penstock.runtime.scalars import Scalars
+
+    scalars = Scalars(tmp_path, START)
+    scalars.moment(replace(MOMENT, loss=2.5))
+    scalars.moment(replace(MOMENT, at_s=3.0, samples=50))
+    scalars.mark(MARK)
+    scalars.end("finished")
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    values = {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    assert values == {
+        "loss": [(7, 2.5)],
+        "samples per second": [(7, 20.0), (10, 15.0)],
+        "busy/worker 0": [(7, 0.5), (10, 0.5)],
+        "busy/worker 1": [(7, 1.0), (10, 1.0)],
+        "memory/worker 0": [(7, 900.0), (10, 900.0)],
+        "evaluation/loss": [(2, 0.5)],
+    }
+
+
+def test_tensorboard_that_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from penstock.runtime import scalars
+
+    monkeypatch.setattr(scalars, "find_spec", lambda name: None)
+    with pytest.raises(JobError, match=r"pip install 'penstock\[tensorboard\]'"):
+        scalars.Scalars(tmp_path, START)

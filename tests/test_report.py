@@ -85,6 +85,7 @@ def record_of(plan: Plan, measured: Trace, moments: int = 8) -> Record:
             workers=plan.worker_names,
             samples=sum(measured.samples),
             minibatches=len(measured.samples),
+            first_minibatch=0,
             began_unix_s=1.8e9,
             samples_per_s=1000.0,
             memory_bytes=(5_000_000,) * workers,
@@ -102,8 +103,8 @@ def record_of(plan: Plan, measured: Trace, moments: int = 8) -> Record:
             for i in range(moments)
         ),
         marks=(
-            Mark(at_s=span_s / 4, kind="evaluation", text="evaluation after 5 minibatches (epoch 1): loss 0.5000"),
-            Mark(at_s=span_s / 2, kind="checkpoint", text="checkpoint after 10 minibatches"),
+            Mark(at_s=span_s / 4, kind="evaluation", text="evaluation after 5 minibatches: loss 0.5000", minibatch=5),
+            Mark(at_s=span_s / 2, kind="checkpoint", text="checkpoint after 10 minibatches", minibatch=10),
         ),
         end="finished",
     )

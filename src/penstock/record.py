@@ -7,7 +7,8 @@ A line has one key: ``start`` (once, first), ``moment`` (how it goes, now and th
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +33,9 @@ class Start:
     samples: int
     """to train on, all epochs together"""
     minibatches: int
+    """the same"""
+    first_minibatch: int
+    """how many were trained before, in a run that goes on"""
     began_unix_s: float
     samples_per_s: float | None
     """predicted"""
@@ -39,6 +43,10 @@ class Start:
     """the most that each worker is predicted to hold"""
 
     FORMAT: ClassVar[str] = "penstock.progress/1"
+
+    def minibatch(self, samples: int) -> int:
+        """How many minibatches of the whole run these samples of this one come to."""
+        return self.first_minibatch + round(self.minibatches * samples / max(1, self.samples))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +73,12 @@ class Mark:
 
     at_s: float
     kind: str
-    """one word or two: evaluation, checkpoint, resumed"""
+    """one word or two: evaluation, checkpoint"""
     text: str
+    minibatch: int
+    """how many had been trained"""
+    values: Mapping[str, float | None] = field(default_factory=dict)
+    """what was found, where that is numbers"""
 
 
 @dataclass(frozen=True, kw_only=True)

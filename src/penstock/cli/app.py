@@ -23,7 +23,7 @@ from penstock.formats import plan_text, read_cluster, read_profile
 from penstock.plan import Plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
-from penstock.report import Outcome, outcome_of, write_report
+from penstock.report import Outcome, outcome_of, perfetto_trace, write_figures, write_report
 from penstock.report.drawing import svg_file
 from penstock.run import RunDirectory
 from penstock.schedule import FAMILIES
@@ -45,6 +45,7 @@ app.add_typer(cluster_app, name="cluster")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Python file with `def job() -> penstock.Job`")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan file, from `penstock plan`")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="run directory, from `penstock train`")]
 Json = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
 ClusterText = Annotated[
     str,
@@ -302,6 +303,9 @@ def train(
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="minibatches between checkpoints")] = 500,
     keep_checkpoints: Annotated[int, typer.Option(min=1, help="how many checkpoints stay, the newest")] = 3,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="directory for TensorBoard to follow the run in; needs the tensorboard package")
+    ] = None,
     timeout: Timeout = 300.0,
     as_json: Json = False,
 ) -> None:
@@ -317,6 +321,7 @@ def train(
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
         quiet=as_json,
+        tensorboard=tensorboard,
     )
     if workers.is_worker():
         if plan is None:
@@ -364,17 +369,38 @@ def verify(job: JobFile, plan: PlanFile, timeout: Timeout = 300.0, as_json: Json
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: penstock report penstock-runs/latest")
+@app.command(
+    epilog="Examples: penstock report penstock-runs/latest; "
+    "penstock report penstock-runs/latest --perfetto run.pftrace --png figures"
+)
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="run directory, from `penstock train`")],
+    run: RunArgument,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="where to write a trace for ui.perfetto.dev, if anywhere")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="directory to write the figures to as PNG, if anywhere; needs matplotlib")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the HTML report of a run: timeline, predicted against measured, plan, loss."""
+    """Write the HTML report of a run: timeline, predicted against measured, memory, throughput, loss, plan."""
     directory = RunDirectory(run)
     found = write_report_of(directory)
-    answer = {"report": str(directory.report), **shown.trace_answer(found.measured)}
+    written = {"report": [directory.report]}
+    if perfetto is not None:
+        codec.write_bytes(perfetto_trace(found), perfetto)
+        written["perfetto"] = [perfetto]
+    if png is not None:
+        written["figures"] = write_figures(png, found)
+    answer = {
+        "report": str(directory.report),
+        "perfetto": str(perfetto) if perfetto else None,
+        "figures": [str(path) for path in written.get("figures", ())],
+        **shown.trace_answer(found.measured),
+    }
     table = partial(shown.run_table, found.plan, found.measured, found.simulated, found.result)
-    _answer(answer, as_json, table, f"report {directory.report}")
+    note = "\n".join(f"{what} {' '.join(map(str, paths))}" for what, paths in written.items())
+    _answer(answer, as_json, table, note)
 
 
 @app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")

@@ -76,9 +76,9 @@ class Progress:
         for listener in self.listeners:
             listener.moment(moment_of(reports, self._busy, now_s))
 
-    def mark(self, now_s: float, kind: str, text: str) -> None:
+    def mark(self, mark: Mark) -> None:
         for listener in self.listeners:
-            listener.mark(Mark(at_s=now_s, kind=kind, text=text))
+            listener.mark(mark)
 
     def end(self, words: str) -> None:
         for listener in self.listeners:

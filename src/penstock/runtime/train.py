@@ -26,7 +26,7 @@ from penstock.cost import PlanCosts
 from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
-from penstock.record import Start, Writer
+from penstock.record import Mark, Start, Writer
 from penstock.run import EdgeError, Evaluation, Result, RunDirectory
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.checkpoint import Checkpoint, clean
@@ -37,6 +37,7 @@ from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
 from penstock.runtime.memory import MemoryMeter
 from penstock.runtime.progress import Listener, Progress, ProgressLine
+from penstock.runtime.scalars import Scalars
 from penstock.runtime.state import state_of
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.transport import short_reason
@@ -61,6 +62,8 @@ class Options:
     keep_checkpoints: int = 3
     """the newest that stay"""
     quiet: bool = False
+    tensorboard: Path | None = None
+    """a directory for TensorBoard, if it is to follow"""
 
     def __post_init__(self) -> None:
         if self.resume is not None and self.init is not None:
@@ -173,6 +176,8 @@ class _Training:
             listeners.append(Writer(self.run_directory.progress, start))
             if not self.options.quiet:
                 listeners.append(ProgressLine(start.samples))
+            if self.options.tensorboard is not None:
+                listeners.append(Scalars(self.options.tensorboard, start))
         weights = [
             parameter for stage in self.worker.stages.values() for parameter in stage.weights.parameters.values()
         ]
@@ -194,7 +199,8 @@ class _Training:
         stop = self.job.early_stop
         self.stopped_early = stop is not None and stop.stops([e.values.get(stop.metric) for e in self.evaluations])
         words = str(self.evaluations[-1]) + ("; stopped early" if self.stopped_early else "")
-        self.progress.mark(self.worker.clock(), "evaluation", words)
+        now_s = self.worker.clock()
+        self.progress.mark(Mark(at_s=now_s, kind="evaluation", text=words, minibatch=done.steps, values=found))
         return self.stopped_early
 
     def _run_part(self, part: Epoch, before: Checkpoint) -> Checkpoint:
@@ -240,7 +246,8 @@ class _Training:
 
     def _complete(self, done: Checkpoint) -> Checkpoint:
         """With what else a run that goes on must know."""
-        self.progress.mark(self.worker.clock(), "checkpoint", f"checkpoint after {done.steps} minibatches")
+        now_s, words = self.worker.clock(), f"checkpoint after {done.steps} minibatches"
+        self.progress.mark(Mark(at_s=now_s, kind="checkpoint", text=words, minibatch=done.steps))
         scaler = self.worker.scaler
         scale = (scaler.scale, scaler.good_updates) if scaler is not None else None
         return replace(done, loss_scale=scale, evaluations=self.evaluations)
@@ -333,6 +340,7 @@ def what_is_to_come(job: Job, plan: Plan, done: Checkpoint) -> Start:
         workers=plan.worker_names,
         samples=epochs * len(job.data) - min(done.minibatches * job.batch_size, len(job.data)),
         minibatches=epochs * per_epoch - done.minibatches,
+        first_minibatch=done.steps,
         began_unix_s=time.time(),
         samples_per_s=job.batch_size / period_s if period_s > 0 else None,
         memory_bytes=tuple(round(costs.memory_bytes(worker)) for worker in range(len(plan.devices))),
