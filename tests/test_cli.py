@@ -43,6 +43,7 @@ OPTIONS = {
     ],
     "verify": ["JOB", "PLAN", "--timeout", "--json"],
     "report": ["RUN", "--perfetto", "--png", "--json"],
+    "watch": ["RUN", "--json"],
     "bench": ["NAME", "--svg", "--json"],
     "demo": ["--run-dir"],
     "cluster measure": ["--workers", "--output", "--timeout", "--json"],

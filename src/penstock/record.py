@@ -7,6 +7,7 @@ A line has one key: ``start`` (once, first), ``moment`` (how it goes, now and th
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,6 +129,12 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.changed_unix_s = 0.0
+        """when something was added last"""
+        self._first = b""
+        self._forget()
+
+    def _forget(self) -> None:
         self._offset = 0
         self._lines = 0
         self._start: Start | None = None
@@ -139,6 +146,10 @@ class Reader:
         """All there is by now; nothing at all where there is no file yet."""
         try:
             with self.path.open("rb") as file:
+                first = file.readline()
+                if first != self._first:  # a run that has begun anew
+                    self._forget()
+                self._first, self.changed_unix_s = first, os.fstat(file.fileno()).st_mtime
                 file.seek(self._offset)
                 added = file.read()
         except FileNotFoundError:

@@ -5,6 +5,7 @@ torch is imported only by the verbs that need it, so planning and reading stay q
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -401,6 +402,19 @@ def report(
     table = partial(shown.run_table, found.plan, found.measured, found.simulated, found.result)
     note = "\n".join(f"{what} {' '.join(map(str, paths))}" for what, paths in written.items())
     _answer(answer, as_json, table, note)
+
+
+@app.command(epilog="Examples: penstock watch penstock-runs/latest; penstock watch penstock-runs/latest --json")
+def watch(run: RunArgument, as_json: Json = False) -> None:
+    """Follow a run in the terminal until it ends: pace, loss, time left, and what every worker does and holds."""
+    from penstock.cli import watch as watching
+
+    directory = RunDirectory(run)
+    if as_json:
+        typer.echo(json.dumps(watching.answer(watching.read_run(directory).read()), allow_nan=False))
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        watching.follow(directory, shown.plain_console())
 
 
 @app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
