@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock import codec
+from penstock.clocks import Alignment
 from penstock.errors import FormatError
 from penstock.plan import Plan
 from penstock.record import Reader, Record, append_line
@@ -68,6 +69,8 @@ class Result:
     """of each edge whose values travelled compressed, what that lost"""
     staleness: tuple[Staleness, ...] = ()
     """of each stage, as its weights met the gradients"""
+    clocks: tuple[Alignment, ...] = ()
+    """of the machines, worker 0's first: how their times were brought together, and how exactly"""
 
     FORMAT: ClassVar[str] = "penstock.result/1"
 
@@ -83,6 +86,11 @@ class RunDirectory:
     @property
     def trace(self) -> Path:
         return self.path / "trace.json"
+
+    @property
+    def beginning(self) -> Path:
+        """The trace of the first actions, where ``trace`` has only the newest."""
+        return self.path / "trace-beginning.json"
 
     @property
     def progress(self) -> Path:

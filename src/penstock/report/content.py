@@ -37,7 +37,10 @@ def report_content(outcome: Outcome) -> dict[str, Any]:
         "samples": result.samples,
         "seconds": result.seconds,
         "comparison": _comparison(outcome),
-        "traces": [_timeline(outcome.measured), _timeline(outcome.simulated)],
+        "traces": [
+            _timeline(outcome.measured, outcome.measured_events, _gap(outcome)),
+            _timeline(outcome.simulated, outcome.simulated.events),
+        ],
         "plan": _plan(plan),
         "staleness": _staleness(plan, result),
         "loss": _loss_curve(result.losses),
@@ -45,6 +48,7 @@ def report_content(outcome: Outcome) -> dict[str, Any]:
         "evaluations": codec.encode(result.evaluations),
         "course": course(outcome.record, plan.profile.batch_size),
         "marks": marks(outcome.record),
+        "clocks": codec.encode(result.clocks),
     }
 
 
@@ -93,10 +97,11 @@ def _share_syncing(seconds: Sequence[dict[Kind, list[float]]], trace: Trace) -> 
     return [sum(row.get(Kind.SYNC, ())) / trace.span_s if trace.span_s > 0 else 0.0 for row in seconds]
 
 
-def _timeline(trace: Trace) -> dict[str, Any]:
-    """The events by worker, from the trace's first start to where there are too many to draw."""
-    events = sorted(trace.events, key=lambda event: event.start_s)
-    shown = events[:MAX_EVENTS]
+def _timeline(trace: Trace, events: Sequence[Event], gap: tuple[float, float] | None = None) -> dict[str, Any]:
+    """The events by worker. Of too many to draw, those at both ends; ``gap`` is a stretch of which there are none."""
+    shown = events if len(events) <= MAX_EVENTS else (*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :])
+    if len(shown) < len(events):
+        gap = (max(e.end_s for e in shown[: MAX_EVENTS // 2]), shown[MAX_EVENTS // 2].start_s)
     by_worker: list[list[Event]] = [[] for _ in trace.workers]
     for event in shown:
         by_worker[event.worker].append(event)
@@ -104,13 +109,19 @@ def _timeline(trace: Trace) -> dict[str, Any]:
     return {
         "origin": trace.origin,
         "origin_s": origin_s,
-        "events": len(events),
-        "shown": len(shown),
+        "gap_s": [at_s - origin_s for at_s in gap] if gap else None,
         "workers": [
             {"name": name, **_packed(of_worker, origin_s)}
             for name, of_worker in zip(trace.workers, by_worker, strict=True)
         ],
     }
+
+
+def _gap(outcome: Outcome) -> tuple[float, float] | None:
+    """From where the beginning ends to where the trace goes on."""
+    if outcome.beginning is None or not outcome.beginning.events or not outcome.measured.events:
+        return None
+    return max(event.end_s for event in outcome.beginning.events), outcome.measured.events[0].start_s
 
 
 def _packed(events: Sequence[Event], origin_s: float) -> dict[str, Any]:

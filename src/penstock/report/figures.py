@@ -65,7 +65,7 @@ def _figures(outcome: Outcome) -> Iterator[tuple[str, float, Draw]]:
 def _timeline(figure: Any, outcome: Outcome, colours: dict[str, str]) -> None:
     """The first microbatches, measured above simulated, on one axis."""
     upper, lower = figure.subplots(2, sharex=True)
-    traces = (outcome.measured, outcome.simulated)
+    traces = (outcome.beginning or outcome.measured, outcome.simulated)
     starts = [min((event.start_s for event in trace.events), default=0.0) for trace in traces]
     end_s = max(_end_of_first(trace) - start_s for trace, start_s in zip(traces, starts, strict=True))
     for axes, trace, start_s in zip((upper, lower), traces, starts, strict=True):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock import codec
 from penstock.errors import FormatError
 from penstock.plan import Plan
 from penstock.record import Record
 from penstock.run import Result, RunDirectory
 from penstock.simulate import simulate
-from penstock.trace import Trace
+from penstock.trace import Event, Trace
 
 MOST_SIMULATED = 200
 """minibatches: enough for a steady rate"""
@@ -22,6 +23,13 @@ class Outcome:
     simulated: Trace
     result: Result
     record: Record
+    beginning: Trace | None = None
+    """of a run too long for its trace to have all of it, the first actions"""
+
+    @property
+    def measured_events(self) -> tuple[Event, ...]:
+        """All that is known, in order of start."""
+        return (*(self.beginning.events if self.beginning else ()), *self.measured.events)
 
     def __post_init__(self) -> None:
         for trace in (self.measured, self.simulated):
@@ -35,4 +43,7 @@ class Outcome:
 def outcome_of(run: RunDirectory) -> Outcome:
     plan, measured, result = run.load()
     simulated = simulate(plan, min(MOST_SIMULATED, max(1, len(result.losses))))
-    return Outcome(plan=plan, measured=measured, simulated=simulated, result=result, record=run.record())
+    beginning = codec.load(Trace, run.beginning) if run.beginning.exists() else None
+    return Outcome(
+        plan=plan, measured=measured, simulated=simulated, result=result, record=run.record(), beginning=beginning
+    )

@@ -69,11 +69,13 @@ function startTimeline() {
   const idle = element("span", "swatch");
   idle.style.background = "var(--track)";
   byId("legend").append(element("li", "", idle, "Idle"));
-  for (const { origin, events, shown } of content.traces) {
-    if (shown === events) continue;
-    const text = `The ${origin} timeline stops after ${shown.toLocaleString("en")} of ${events.toLocaleString("en")} actions; the figures count all.`;
-    byId("timeline").before(element("p", "note", text));
+  for (const { origin, gap_s } of content.traces) {
+    if (gap_s) byId("timeline").before(element("p", "note", `Of the ${origin} timeline only both ends are kept: nothing is shown from ${showSeconds(gap_s[0])} to ${showSeconds(gap_s[1])}.`));
   }
+  const { clocks } = content, error_s = Math.max(...clocks.map((clock) => clock.error_s));
+  if (clocks.length) byId("timeline-clocks").textContent = clocks.length > 1
+    ? `Clocks of ${clocks.length} machines, aligned to within ${showSeconds(error_s)}.`
+    : "All workers read one clock.";
   return timeline;
 }
 

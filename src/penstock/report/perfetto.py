@@ -7,13 +7,13 @@ Perfetto's own protobuf form, of which a few messages suffice; what a message lo
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from penstock.report.outcome import Outcome
 from penstock.report.stages import KIND_NAMES
 from penstock.schedule import Action, Pipeline, dependencies
-from penstock.trace import Event, Trace
+from penstock.trace import Event
 
 BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4
 """types of TrackEvent"""
@@ -27,7 +27,8 @@ def perfetto_trace(outcome: Outcome) -> bytes:
     """The measured trace and the simulated one, each as a process whose threads are the workers."""
     uuids = count(1)
     packets: list[tuple[int, bytes]] = []
-    for pid, trace in enumerate((outcome.measured, outcome.simulated), start=1):
+    both = ((outcome.measured, outcome.measured_events), (outcome.simulated, outcome.simulated.events))
+    for pid, (trace, events) in enumerate(both, start=1):
         process = next(uuids)
         descriptor = _number(1, pid) + _text(6, trace.origin)
         packets.append((0, _track(process, _message(3, descriptor))))
@@ -35,7 +36,7 @@ def perfetto_trace(outcome: Outcome) -> bytes:
         for worker, (uuid, name) in enumerate(zip(threads, trace.workers, strict=True)):
             descriptor = _number(1, pid) + _number(2, worker + 1) + _text(5, name)
             packets.append((0, _track(uuid, _message(4, descriptor))))
-        packets += _slices(trace, threads, outcome.plan.pipeline, pid)
+        packets += _slices(events, threads, outcome.plan.pipeline, pid)
         if trace is outcome.measured:
             packets += _counters(outcome, process, uuids)
             packets += _marks(outcome, process, next(uuids))
@@ -43,9 +44,9 @@ def perfetto_trace(outcome: Outcome) -> bytes:
     return b"".join(_message(1, body) for _, body in packets)
 
 
-def _slices(trace: Trace, threads: list[int], pipeline: Pipeline, pid: int) -> Iterator[tuple[int, bytes]]:
-    arrows = _arrows(trace, pipeline, pid)
-    for event in trace.events:
+def _slices(events: Sequence[Event], threads: list[int], pipeline: Pipeline, pid: int) -> Iterator[tuple[int, bytes]]:
+    arrows = _arrows(events, pipeline, pid)
+    for event in events:
         leaving, coming = arrows.get((event.worker, event.action), ((), ()))
         name = f"{KIND_NAMES[event.action.kind]} {event.action.index}"
         details = _detail("stage", event.action.stage)
@@ -62,12 +63,12 @@ Arrows = dict[tuple[int, Action], tuple[list[int], list[int]]]
 """(worker, action) -> flows that leave it, flows that end at it"""
 
 
-def _arrows(trace: Trace, pipeline: Pipeline, pid: int) -> Arrows:
+def _arrows(events: Sequence[Event], pipeline: Pipeline, pid: int) -> Arrows:
     """An arrow from what makes a result to what needs it, where that runs on another worker: a message."""
-    makers: dict[Action, Event] = {event.action.result: event for event in trace.events if event.action.of_microbatch}
+    makers: dict[Action, Event] = {event.action.result: event for event in events if event.action.of_microbatch}
     arrows: Arrows = {}
     flows = count(pid << 48)  # apart from those of the other trace
-    for event in trace.events:
+    for event in events:
         for need in dependencies(event.action, pipeline):
             maker = makers.get(need)
             if maker is not None and maker.worker != event.worker:

@@ -242,6 +242,16 @@ function fillMarks(card) {
   card.append(box);
 }
 
+// ---- clocks
+
+function fillClocks(card) {
+  const names = ["Workers", "Drift", "Error at most"];
+  card.append(scrolling("Clocks", table("narrow", [row(...names.map((name) => heading(name)))], content.clocks.map((clock, i) => row(
+    rowHeading(clock.workers.join(", ")),
+    cell(i ? `${significant(clock.drift * 1e6)} µs per second` : "the reference", i ? "" : "quiet"), cell(i ? showSeconds(clock.error_s) : MISSING, i ? "" : "quiet"),
+  )))));
+}
+
 const SECTIONS = [
   {
     id: "uses", title: "Utilisation and bubble", fill: fillUses,
@@ -267,6 +277,10 @@ const SECTIONS = [
   {
     id: "compression", title: "Lost by compression", has: () => content.compression.length, fill: fillCompression,
     note: "The norm of what rounding lost on the way between workers, divided by the norm of what was sent; means over messages.",
+  },
+  {
+    id: "clocks", title: "Clocks", has: () => content.clocks.length > 1, fill: fillClocks,
+    note: "Each machine has a clock of its own. Times are those of the first worker's, by round trips at the start and at the end; the error is half the quickest.",
   },
   { id: "marks", title: "What happened when", has: () => content.marks.length, fill: fillMarks },
 ];

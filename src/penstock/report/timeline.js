@@ -99,7 +99,7 @@ class Timeline {
     this.chosen = null; // { trace, worker, i }
     this.context = canvas.getContext("2d");
     this.onView = onView;
-    this.traces = traces.map((trace) => ({ origin: trace.origin, rows: trace.workers.map(unpackWorker) }));
+    this.traces = traces.map((trace) => ({ origin: trace.origin, gap: trace.gap_s, rows: trace.workers.map(unpackWorker) }));
     const ends = this.traces.flatMap(({ rows }) => rows.map((row) => row.reach[row.count - 1] ?? 0));
     this.total = Math.max(...ends) || 1e-3;
     const kinds = new Set(this.traces.flatMap(({ rows }) => rows.flatMap((row) => [...new Set(row.kind)])));
@@ -278,10 +278,27 @@ class Timeline {
     context.fillStyle = this.colour("track");
     context.fillRect(this.left, top, this.width - this.left, this.barHeight);
     context.globalAlpha = 1;
+    this.drawGap(this.traces[trace].gap, top);
     const first = firstAbove(row.reach, this.from), last = firstAbove(row.start, this.to);
     if (last - first > CROWDED * (this.width - this.left)) this.drawShares(row, first, last, top);
     else this.drawBars(row, first, last, top);
     context.restore();
+  }
+
+  // Slanted lines where nothing is known, which is not the same as idle.
+  drawGap(gap, top) {
+    if (!gap || gap[1] < this.from || gap[0] > this.to) return;
+    const { context } = this, left = Math.max(this.left, this.xOf(gap[0])), right = Math.min(this.width, this.xOf(gap[1]));
+    context.strokeStyle = this.colour("line");
+    context.lineWidth = 2;
+    context.beginPath();
+    for (let x = left - (left % 8) - this.pitch; x < right; x += 8) {
+      const from = Math.max(x, left), to = Math.min(x + this.barHeight, right);
+      if (from >= to) continue;
+      context.moveTo(from, top + this.barHeight - (from - x));
+      context.lineTo(to, top + this.barHeight - (to - x));
+    }
+    context.stroke();
   }
 
   drawBars(row, first, last, top) {

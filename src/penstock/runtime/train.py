@@ -9,8 +9,7 @@ import math
 import os
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,15 +21,19 @@ import torch
 import torch.distributed as dist
 
 from penstock import codec
+from penstock.clocks import Alignment
 from penstock.cost import PlanCosts
 from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.record import Mark, Start, Writer
-from penstock.run import EdgeError, Evaluation, Result, RunDirectory
+from penstock.run import Evaluation, Result, RunDirectory
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.checkpoint import Checkpoint, clean
+from penstock.runtime.clocks import Clocks, clocks_of
 from penstock.runtime.evaluate import Evaluator
+from penstock.runtime.events import EventLog, beginning_and_newest
+from penstock.runtime.handed_in import edge_errors, of_stage, on_one_clock, per_minibatch
 from penstock.runtime.keeper import Keeper, Save, save_together
 from penstock.runtime.links import Links, make_links, talking_pairs
 from penstock.runtime.machine import share_of_machine
@@ -42,7 +45,7 @@ from penstock.runtime.state import state_of
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.transport import short_reason
 from penstock.sampling import Epoch
-from penstock.schedule import Action, Kind, Staleness
+from penstock.schedule import Action, Kind
 from penstock.trace import Event, merge
 
 MOST_AT_ONCE = 100_000
@@ -84,9 +87,9 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
             timeout_s=options.timeout_s,
         )
         # gloo also where the workers compute on GPUs: what checkpoints exchange and write is in host memory
-        together = save_together(dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s)))
+        aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s))
         gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
-        _Training(assembly, options, links, together).run()
+        _Training(assembly, options, links, save_together(aside), clocks_of(aside)).run()
 
 
 @contextmanager
@@ -114,10 +117,11 @@ def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
 
 
 class _Training:
-    def __init__(self, assembly: Assembly, options: Options, links: Links, save: Save) -> None:
+    def __init__(self, assembly: Assembly, options: Options, links: Links, save: Save, clocks: Clocks) -> None:
         self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
         self.assembly, self.options, self.run_directory = assembly, options, options.run
-        self.rank, self.links = self.worker.rank, links
+        self.rank, self.links, self.clocks = self.worker.rank, links, clocks
+        self.worker.events = EventLog.one_of(len(self.plan.devices))
         self.store = dist.distributed_c10d._get_default_store()
         self.state = state_of(assembly)
         self.keeper = Keeper(
@@ -149,6 +153,7 @@ class _Training:
     def run(self) -> None:
         done = self._start()
         self.progress = self._make_progress(done)
+        self.clocks.start()
         self._origin_s = self._meet()
         self.worker.clock = lambda: time.perf_counter() - self._origin_s
         stops = self._is_evaluation_due(done) and self._evaluate(done)  # the checkpoint was taken just before
@@ -292,31 +297,41 @@ class _Training:
 
     def _hand_in(self) -> None:
         """Worker 0 writes what all have recorded."""
-        events = self._gather("events", [codec.encode(event) for event in self.worker.events])
+        events = self._gather("events", [self._origin_s, self.worker.events.packed()])
+        clocks = self._gather("clocks", codec.encode(self.clocks.finish()))
         losses = self._gather("losses", [[m, *pair] for m, pair in self.losses.items()])
         links = self._gather("links", {f"{low}-{high}": name for (low, high), name in self.links.chosen.items()})
         kinds = self._gather("kinds", device_kind(self.worker.device))
         lost = self._gather("compression", [[*key, errors] for key, errors in self.worker.mailbox.meter.errors.items()])
         ages = self._gather("staleness", {i: stage.weights.staleness for i, stage in self.worker.stages.items()})
         if self.rank == 0:
-            parts = [[codec.decode(Event, item) for item in part] for part in events]
+            aligned = [codec.decode(Alignment, each) for found in clocks for each in found]
+            beginning, newest_events = beginning_and_newest(on_one_clock(events, aligned))
             newest = self.run_directory.newest_checkpoint()
             result = Result(
                 samples=sum(self.sizes),
                 seconds=self.seconds,
-                losses=_per_minibatch(itertools.chain.from_iterable(losses), self.minibatches),
+                losses=per_minibatch(itertools.chain.from_iterable(losses), self.minibatches),
                 checkpoint=str(newest.relative_to(self.run_directory.path)) if newest else None,
                 device_kinds={str(rank): kind for rank, kind in enumerate(kinds)},
                 links={pair: name for part in links for pair, name in part.items()},
                 evaluations=self.evaluations,
                 stopped_early=self.stopped_early,
                 compression=tuple(edge_errors(self.plan, itertools.chain.from_iterable(lost))),
-                staleness=tuple(_of_stage(ages, index) for index in range(len(self.plan.stages))),
+                staleness=tuple(of_stage(ages, index) for index in range(len(self.plan.stages))),
+                clocks=tuple(aligned),
             )
             codec.save(self.plan, self.run_directory.plan)
-            codec.save(merge("measured", self.plan.worker_names, self.sizes, parts), self.run_directory.trace)
+            self._save_trace(newest_events, self.run_directory.trace)
+            self._save_trace(beginning, self.run_directory.beginning)
             codec.save(result, self.run_directory.result)
         self._meet()
+
+    def _save_trace(self, events: Iterable[Iterable[Event]] | None, path: Path) -> None:
+        if events is None:
+            path.unlink(missing_ok=True)
+        else:
+            codec.save(merge("measured", self.plan.worker_names, self.sizes, events), path)
 
 
 def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
@@ -345,44 +360,3 @@ def what_is_to_come(job: Job, plan: Plan, done: Checkpoint) -> Start:
         samples_per_s=job.batch_size / period_s if period_s > 0 else None,
         memory_bytes=tuple(round(costs.memory_bytes(worker)) for worker in range(len(plan.devices))),
     )
-
-
-def _of_stage(ages: Sequence[dict[str, dict[str, int]]], stage: int) -> Staleness:
-    """What all replicas of a stage have counted."""
-    total = Counter[int]()
-    for part in ages:
-        total.update({int(age): count for age, count in part.get(str(stage), {}).items()})
-    return Staleness.counted(total)
-
-
-def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | None, ...]:
-    """The mean loss of each minibatch over its samples."""
-    by_microbatch = {int(m): (loss, samples) for m, loss, samples in losses}
-    means: list[float | None] = []
-    first = 0
-    for count in minibatches:
-        rows = [by_microbatch[m] for m in range(first, first + count) if m in by_microbatch]
-        total = sum(samples for _, samples in rows)
-        mean = sum(loss * samples for loss, samples in rows) / total
-        means.append(mean if math.isfinite(mean) else None)
-        first += count
-    return tuple(means)
-
-
-def edge_errors(plan: Plan, parts: Iterable[Sequence[Any]]) -> Iterator[EdgeError]:
-    """What the workers' meters found, [source, target, direction, errors], with replicas taken together."""
-    found: dict[tuple[int, int, str], list[float]] = defaultdict(list)
-    for source, target, direction, errors in parts:
-        found[source, target, direction] += errors
-    for (source, target, direction), errors in sorted(
-        found.items(), key=lambda item: (item[0][:2], item[0][2] != "forward")
-    ):
-        mean = sum(errors) / len(errors)
-        yield EdgeError(
-            source=source,
-            target=target,
-            sends=plan.stages[source].sends,
-            direction=direction,
-            error=mean if math.isfinite(mean) else None,
-            looked_at=len(errors),
-        )
