@@ -40,10 +40,11 @@ OPTIONS = {
     "sweep": ["FILE...", "--cluster", "--schedule", "--minibatches", "--svg", "--json"],
     "train": [
         *("JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--init"),
-        *("--checkpoint-every", "--keep-checkpoints", "--timeout", "--json"),
+        *("--checkpoint-every", "--keep-checkpoints", "--tensorboard", "--timeout", "--json"),
     ],
     "verify": ["JOB", "PLAN", "--timeout", "--json"],
-    "report": ["RUN", "--json"],
+    "report": ["RUN", "--perfetto", "--png", "--json"],
+    "watch": ["RUN", "--json"],
     "bench": ["NAME", "--svg", "--json"],
     "demo": ["--run-dir"],
     "cluster measure": ["--workers", "--output", "--timeout", "--json"],

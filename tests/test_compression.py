@@ -27,9 +27,9 @@ from penstock.plan import Plan, Stage
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
 from penstock.runtime.compress import LOOKED_AT_EVERY, ErrorMeter, decode, encode, layout_sent, relative_error
+from penstock.runtime.handed_in import edge_errors
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.payload import layout_of
-from penstock.runtime.train import edge_errors
 from penstock.runtime.transport import Channel, LocalExchange, LocalTransport, Pending
 from penstock.runtime.verify import compare, save_gradients, without_dropout
 from penstock.schedule import Action, Kind, Pipeline, build_schedule

@@ -1,42 +1,34 @@
 from __future__ import annotations
 
-import html
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browser import Page, chromium, needs_browser
 from penstock.cluster import parse_cluster
 from penstock.errors import FormatError
 from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.plan import Plan, Stage
 from penstock.planner import make_plan
 from penstock.profile import LayerSeconds, Profile
-from penstock.report import content, write_report
+from penstock.record import Mark, Moment, Record, Start
+from penstock.report import Outcome, content, curves, write_report
 from penstock.report.content import report_content
 from penstock.report.drawing import inline_svg
 from penstock.report.drawing import style as drawing_style
-from penstock.run import EdgeError, Result
+from penstock.run import EdgeError, Evaluation, Result
 from penstock.schedule import Action, Kind, Staleness
 from penstock.simulate import simulate
 from penstock.trace import Event, Trace
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is installed")
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars"),
-    *("--virtual-time-budget=3000", "--dump-dom"),
-)
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- {{style}} &amp;"
 
 
@@ -83,17 +75,58 @@ def result_of(trace: Trace, losses: Sequence[float] | None = None) -> Result:
     )
 
 
-def report(
-    path: Path,
-    plan: Plan,
-    simulated: Trace,
-    losses: Sequence[float] | None = None,
-    compression: tuple[EdgeError, ...] = (),
-) -> tuple[str, Any]:
-    """The written page, and the content read back from it as a browser would."""
+def record_of(plan: Plan, measured: Trace, moments: int = 8) -> Record:
+    """As a run of this length would have written it down, with two marks."""
+    workers, span_s = len(plan.devices), measured.span_s
+    return Record(
+        start=Start(
+            model=plan.profile.model,
+            schedule=plan.schedule,
+            workers=plan.worker_names,
+            samples=sum(measured.samples),
+            minibatches=len(measured.samples),
+            first_minibatch=0,
+            began_unix_s=1.8e9,
+            samples_per_s=1000.0,
+            memory_bytes=(5_000_000,) * workers,
+        ),
+        moments=tuple(
+            Moment(
+                at_s=span_s * (i + 1) / moments,
+                samples=sum(measured.samples) * (i + 1) // moments,
+                loss=1 / (1 + i),
+                busy=(0.5,) * workers,
+                memory_bytes=(4_000_000 + i,) * workers,
+                done=("0F0",) * workers,
+                heard_s=(span_s * (i + 1) / moments,) * workers,
+            )
+            for i in range(moments)
+        ),
+        marks=(
+            Mark(at_s=span_s / 4, kind="evaluation", text="evaluation after 5 minibatches: loss 0.5000", minibatch=5),
+            Mark(at_s=span_s / 2, kind="checkpoint", text="checkpoint after 10 minibatches", minibatch=10),
+        ),
+        end="finished",
+    )
+
+
+def outcome(
+    plan: Plan, simulated: Trace, losses: Sequence[float] | None = None, record: Record | None = None, **result: Any
+) -> Outcome:
     measured = measured_from(simulated)
-    result = replace(result_of(measured, losses), compression=compression, staleness=plan.staleness)
-    write_report(path, plan=plan, measured=measured, simulated=simulated, result=result)
+    fields = {"staleness": plan.staleness, **result}
+    return Outcome(
+        plan=plan,
+        measured=measured,
+        simulated=simulated,
+        result=replace(result_of(measured, losses), **fields),
+        record=record or Record(),
+    )
+
+
+def report(path: Path, *arguments: Any, **more: Any) -> tuple[str, Any]:
+    """The written page of such an outcome, and the content read back from it as a browser would."""
+    write_report(path, outcome(*arguments, **more))
     page = path.read_text(encoding="utf-8")
     blocks = re.findall(r'<script type="application/json" id="content">(.*?)</script>', page, re.DOTALL)
     assert len(blocks) == 1
@@ -139,13 +172,10 @@ def test_content_holds_the_numbers_of_both_traces(tmp_path: Path, plan: Plan, si
     assert data["loss"]["final"] == pytest.approx(1 / 60)
 
 
-def test_staleness_is_set_beside_what_the_schedule_makes_it(tmp_path: Path, plan: Plan, simulated: Trace) -> None:
-    measured = measured_from(simulated)
+def test_staleness_is_set_beside_what_the_schedule_makes_it(plan: Plan, simulated: Trace) -> None:
     stages = len(plan.stages)
     found = tuple(Staleness.counted({0: 1, stages - 1 - i: 29}) for i in range(stages))
-    result = replace(result_of(measured), staleness=found)
-    write_report(tmp_path / "report.html", plan=plan, measured=measured, simulated=simulated, result=result)
-    rows = report_content(plan=plan, measured=measured, simulated=simulated, result=result)["staleness"]
+    rows = report_content(outcome(plan, simulated, staleness=found))["staleness"]
     assert [row["predicted"] for row in rows] == [stage.mean for stage in plan.staleness]
     assert [row["most"] for row in rows] == list(range(stages - 1, -1, -1))
     assert rows[-1] == {"predicted": 0.0, "measured": 0.0, "most": 0, "microbatches": (29,)}
@@ -220,8 +250,11 @@ def test_long_runs_are_cut_to_what_can_be_drawn(
     monkeypatch.setattr(content, "MAX_EVENTS", 10)
     losses = [float(i) for i in range(5_001)]
     _, data = report(tmp_path / "report.html", plan, simulated, losses)
-    assert data["traces"][1]["events"] == len(simulated.events)
-    assert sum(len(row["gap_ns"]) for row in data["traces"][1]["workers"]) == data["traces"][1]["shown"] == 10
+    trace = data["traces"][1]
+    assert sum(len(row["gap_ns"]) for row in trace["workers"]) == 10
+    assert trace["gap_s"] == [max(e.end_s for e in simulated.events[:5]), simulated.events[-5].start_s]
+    last = [row["actions"].split()[-1] for row in trace["workers"] if row["actions"]]
+    assert str(simulated.events[-1].action) in last
     assert len(data["loss"]["points"]) == 1_667
     assert data["loss"]["points"][0] == 1.0
     assert data["loss"]["final"] == 5_000
@@ -245,73 +278,197 @@ def test_report_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-PROBE = """<script>
-const [from, to] = penstock.visible();
-penstock.zoom(2);
-const zoomed = penstock.visible();
-penstock.showAll();
-document.body.dataset.probe = JSON.stringify({
-  shrinks: (to - from) / (zoomed[1] - zoomed[0]),
-  all: penstock.visible(),
-  first: penstock.hit(1, 0, 1e-4),
-  outside: [penstock.hit(1, 0, 1e9), penstock.hit(1, 99, 0), penstock.hit(7, 0, 0)],
-  tiles: [...document.querySelectorAll(".tile .name")].map((tile) => tile.textContent),
-  overflow: document.documentElement.scrollWidth - innerWidth,
-  title: document.querySelector("h1").textContent,
-  layers: document.querySelectorAll("#layers rect").length,
-  drawn: document.querySelectorAll(".plan [data-layers]").length,
-  lost: [...document.querySelectorAll("#compression-card:not([hidden]) tbody td")].map((cell) => cell.textContent),
-  colour: getComputedStyle(document.querySelector(".plan .bar")).fill,
-});
-</script></body>"""
+def test_the_course_of_a_run_is_thinned_and_keeps_pace_and_peaks(plan: Plan, simulated: Trace) -> None:
+    workers = len(plan.devices)
+    moments = tuple(
+        Moment(
+            at_s=0.5 * (i + 1),
+            samples=8 * (i + 1),
+            loss=None,
+            busy=(0.75,) * workers,
+            memory_bytes=(9_000_000 if i == 777 else 1_000_000, *(None,) * (workers - 1)),
+            done=("",) * workers,
+            heard_s=(0.0,) * workers,
+        )
+        for i in range(1000)
+    )
+    record = replace(record_of(plan, simulated), moments=moments)
+    data = report_content(outcome(plan, simulated, record=record))["course"]
+    assert len(data["at_s"]) == len(data["samples_per_s"]) == 334 <= curves.MAX_POINTS
+    assert data["at_s"][-1] == 500
+    assert data["samples_per_s"] == pytest.approx([16.0] * 334)
+    assert data["busy"][0] == pytest.approx([0.75] * 334)
+    assert max(data["memory_bytes"][0]) == 9_000_000
+    assert set(data["memory_bytes"][1]) == {None}
+    assert report_content(outcome(plan, simulated, record=replace(record, moments=())))["course"] is None
 
 
-def in_browser(path: Path, width: int) -> Any:
-    """What the probe found in the page once a browser has drawn it."""
-    path.write_text(path.read_text(encoding="utf-8").replace("</body>", PROBE), encoding="utf-8")
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={path.parent / 'chromium'}"]
-    command += [f"--window-size={width},1200", path.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
-    error = re.search(r'<html[^>]* data-error="([^"]*)"', dom)
-    assert error is None, f"the page reports {error and error[1]}"
-    assert re.search(r'<html[^>]* data-ready="true"', dom)
-    found = re.search(r'data-probe="([^"]*)"', dom)
-    assert found is not None
-    return json.loads(html.unescape(found[1]))
+# --- in a browser
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("browser")) as made:
+        yield made
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    found = page.run(f"[...document.querySelectorAll({selector!r})].map((each) => each.textContent)")
+    assert isinstance(found, list)
+    return found
+
+
+def span(page: Page) -> float:
+    """Seconds that the timeline shows."""
+    start, end = page.run("penstock.visible()")
+    return float(end - start)
 
 
 @needs_browser
-def test_browser_draws_the_page_and_finds_actions(tmp_path: Path) -> None:
+def test_browser_shows_a_section_for_everything_that_the_run_has(tmp_path: Path, page: Page) -> None:
     plan = replicated(make_plan(chain(model=HOSTILE), parse_cluster("local:3")))
     simulated = simulate(plan, 30)
     errors = tuple(
         EdgeError(source=0, target=1, sends="int8", direction=direction, error=error, looked_at=3)
         for direction, error in (("forward", 0.00321), ("backward", None))
     )
-    _, data = report(tmp_path / "report.html", plan, simulated, compression=errors)
-    assert data["compression"][0]["error"] == 0.00321
-    seen = in_browser(tmp_path / "report.html", width=1280)
-    assert seen["lost"] == ["values", "int8", "0.00321", "3", "gradients", "int8", "\u2013", "3"]
-    first = simulated.events[0]
-    assert seen["first"] == (
-        f"forward of microbatch 0 at stage 0, {(first.end_s - first.start_s) * 1e3:.1f} ms, starts at 0 s"
-    )
-    assert seen["outside"] == [None, None, None]
-    assert seen["shrinks"] == pytest.approx(2)
-    assert seen["all"] == [0, pytest.approx(measured_from(simulated).span_s, abs=1e-8)]
-    assert len(seen["tiles"]) == 6
-    assert seen["title"] == data["model"] == HOSTILE
-    assert seen["layers"] == 12 + 1  # and a divider between the two stages
-    assert seen["drawn"] == 12
-    assert seen["colour"] == "rgb(119, 170, 221)"
-    assert seen["overflow"] <= 0
+    evaluations = tuple(Evaluation(epoch=0, steps=10 * i, values={"loss": 1 / i, "accuracy": None}) for i in (1, 2, 3))
+    record = record_of(plan, measured_from(simulated))
+    report(tmp_path / "report.html", plan, simulated, record=record, compression=errors, evaluations=evaluations)
+    page.open(tmp_path / "report.html", width=1280)
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.run("document.querySelector('h1').textContent") == HOSTILE
+    assert len(texts(page, ".tile .name")) == 6
+    assert page.run("[...document.querySelectorAll('#sections > .card')].map((card) => card.id)") == [
+        *("uses", "comparison", "throughput", "loss", "evaluations", "memory"),
+        *("plan", "graph", "staleness", "compression", "marks"),
+    ]
+    assert texts(page, "#compression tbody td") == [
+        "values",
+        "int8",
+        "0.00321",
+        "3",
+        "gradients",
+        "int8",
+        "\u2013",
+        "3",
+    ]
+    assert texts(page, "#evaluations figcaption") == ["loss", "accuracy"]
+    assert texts(page, "#memory tbody tr:first-child td") == ["", "5.00 MB", "4.00 MB", "0.80"]
+    assert texts(page, "#marks tbody td:last-child")[1] == "checkpoint after 10 minibatches"
+    assert page.run("document.querySelector('#loss svg').ariaLabel").startswith("Loss: loss 1.000 at first")
+    used = page.run("document.querySelector('#uses .uses').ariaLabel")
+    assert re.fullmatch(r"Computing [\d.]+ %, Syncing [\d.]+ %, Bubble [\d.]+ %", used)
+    assert len(texts(page, "#plan .layers rect")) == 12 + 1  # and a divider between the two stages
+    assert len(texts(page, "#graph [data-layers]")) == 12
+    assert page.run("getComputedStyle(document.querySelector('#graph .bar')).fill") == "rgb(119, 170, 221)"
+    unnamed = "[...document.querySelectorAll('svg[role=img], canvas, button, [role=region]')]"
+    assert page.run(f"{unnamed}.filter((each) => !each.ariaLabel && !each.textContent).length") == 0
+    assert page.errors == []
 
 
 @needs_browser
-def test_browser_draws_an_empty_trace_when_narrow(tmp_path: Path, plan: Plan, simulated: Trace) -> None:
-    report(tmp_path / "report.html", plan, replace(simulated, events=()), losses=[])
-    seen = in_browser(tmp_path / "report.html", width=500)
-    assert seen["drawn"] == 12
-    assert seen["first"] is None
-    assert seen["lost"] == []
-    assert seen["overflow"] <= 0
+def test_browser_zooms_by_wheel_drag_buttons_and_keys_and_names_actions(
+    tmp_path: Path, page: Page, plan: Plan, simulated: Trace
+) -> None:
+    report(tmp_path / "report.html", plan, simulated, record=record_of(plan, measured_from(simulated)))
+    page.open(tmp_path / "report.html", width=1280)
+    left, top, width, _ = page.place("#timeline")
+    x, y = left + width / 2, top + 40  # the first worker's row, as measured
+    before = span(page)
+    page.wheel(x, y, -300)
+    assert span(page) == pytest.approx(before * 0.5488, rel=1e-3)  # exp(-0.6)
+    start = page.run("penstock.visible()[0]")
+    page.drag(x, y, x - 100)
+    assert page.run("penstock.visible()[0]") > start
+    for name, factor in (("#zoom-in", 1 / 1.6), ("#zoom-out", 1.6)):
+        now = span(page)
+        page.run(f"document.querySelector({name!r}).click()")
+        assert span(page) == pytest.approx(now * factor)
+    page.run("document.querySelector('#show-all').click()")
+    page.settle()
+    whole = pytest.approx(measured_from(simulated).span_s, abs=1e-8)
+    assert page.run("penstock.visible()") == [0, whole]
+    page.key("Home")  # the drag has brought it into focus
+    assert span(page) == pytest.approx(before)
+
+    first = next(event for event in measured_from(simulated).events if event.worker == 0)
+    words = f"forward of microbatch 0 at stage 0, {(first.end_s - first.start_s) * 1e3:.2f} ms, starts at 0 s"
+    page.mouse("mouseMoved", page.run("timeline.left") + left + 4, y)
+    page.settle()
+    assert texts(page, "#tooltip") == [words + f"{plan.worker_names[0]}, measured"]
+    page.click(page.run("timeline.left") + left + 4, y)
+    assert texts(page, "#timeline-chosen") == [f"{plan.worker_names[0]}, measured: {words}"]
+    page.key("ArrowRight", shift=True)
+    assert "forward of microbatch 1 at stage 0" in texts(page, "#timeline-chosen")[0]
+    page.key("ArrowDown")
+    assert texts(page, "#timeline-chosen")[0].startswith(f"{plan.worker_names[1]}, measured: forward of microbatch 0")
+    now = span(page)
+    page.key("+")
+    assert span(page) == pytest.approx(now / 1.5)
+    page.key("Escape")
+    assert page.run("document.querySelector('#timeline-chosen').hidden") is True
+    page.run("document.querySelector('#show-all').click()")
+    mark = page.run("timeline.xOf(timeline.marks[1].at_s)")
+    page.mouse("mouseMoved", left + mark, y)
+    assert texts(page, "#tooltip")[0].startswith("checkpoint after 10 minibatches")
+    assert page.errors == []
+
+
+@needs_browser
+def test_browser_on_a_phone_pinches_taps_and_fits_in_the_dark(
+    tmp_path: Path, page: Page, plan: Plan, simulated: Trace
+) -> None:
+    report(tmp_path / "report.html", plan, simulated, record=record_of(plan, measured_from(simulated)))
+    page.open(tmp_path / "report.html", width=390, height=844, dark=True, touch=True)
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 27)"
+    left, top, width, _ = page.place("#timeline")
+    y, middle, before = top + 40, left + width * 0.6, span(page)
+    page.touch("touchStart", (middle - 30, y), (middle + 30, y))
+    page.touch("touchMove", (middle - 60, y), (middle + 60, y))
+    page.touch("touchEnd")
+    assert span(page) == pytest.approx(before / 2, rel=0.02)
+    page.run("document.querySelector('#reset').click()")
+    page.settle()
+    page.touch("touchStart", (left + page.run("timeline.left") + 3, y))
+    page.touch("touchEnd")
+    assert "forward of microbatch 0 at stage 0" in texts(page, "#timeline-chosen")[0]
+    assert page.errors == []
+
+
+@needs_browser
+def test_browser_draws_an_empty_trace_when_narrow(tmp_path: Path, page: Page, plan: Plan, simulated: Trace) -> None:
+    report(tmp_path / "report.html", plan, replace(simulated, events=()), losses=[], staleness=())
+    page.open(tmp_path / "report.html", width=500)
+    assert page.run("[...document.querySelectorAll('#sections > .card')].map((card) => card.id)") == [
+        *("uses", "comparison", "loss", "plan", "graph"),
+    ]
+    assert len(texts(page, "#graph [data-layers]")) == 12
+    assert page.run("penstock.hit(1, 0, 1e-4)") is None
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.errors == []
+
+
+@needs_browser
+def test_browser_keeps_up_with_a_thousand_microbatches_on_sixteen_workers(tmp_path: Path, page: Page) -> None:
+    """All 48,000 actions of each trace are there, drawn as shares of time until one zooms in."""
+    plan = make_plan(chain(48), parse_cluster("4@12GB/s,4@1.25GB/s"), schedule="pipedream")
+    simulated = simulate(plan, 1000)
+    _, data = report(tmp_path / "report.html", plan, simulated)
+    assert len(plan.devices) == 16
+    assert [sum(len(row["gap_ns"]) for row in trace["workers"]) for trace in data["traces"]] == [48_000, 48_000]
+    page.open(tmp_path / "report.html", width=1280)
+    page.run("document.querySelector('#show-all').click()")
+    page.settle()
+    assert "zoom in for single actions" in texts(page, "#timeline-help")[0]
+    left, top, width, _ = page.place("#timeline")
+    for _ in range(12):
+        page.wheel(left + width / 2, top + 40, -300)
+    assert "zoom in for single actions" not in texts(page, "#timeline-help")[0]
+    page.mouse("mouseMoved", left + width / 2, top + 40)
+    page.settle()
+    assert re.match(
+        r"(forward|backward|update) of (microbatch|round) [45]\d\d at stage 0, ", texts(page, "#tooltip")[0]
+    )
+    assert page.errors == []

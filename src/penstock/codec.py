@@ -77,11 +77,15 @@ def save(value: Stored, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
+    write_bytes(text.encode(), path)
+
+
+def write_bytes(data: bytes, path: Path) -> None:
     """Write a file so that a reader never sees half of it."""
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(data)
         partial.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock import codec
+from penstock.clocks import Alignment
 from penstock.errors import FormatError
 from penstock.plan import Plan
+from penstock.record import Reader, Record, append_line
 from penstock.schedule import Staleness
 from penstock.trace import Trace
 
@@ -67,6 +69,8 @@ class Result:
     """of each edge whose values travelled compressed, what that lost"""
     staleness: tuple[Staleness, ...] = ()
     """of each stage, as its weights met the gradients"""
+    clocks: tuple[Alignment, ...] = ()
+    """of the machines, worker 0's first: how their times were brought together, and how exactly"""
 
     FORMAT: ClassVar[str] = "penstock.result/1"
 
@@ -82,6 +86,15 @@ class RunDirectory:
     @property
     def trace(self) -> Path:
         return self.path / "trace.json"
+
+    @property
+    def beginning(self) -> Path:
+        """The trace of the first actions, where ``trace`` has only the newest."""
+        return self.path / "trace-beginning.json"
+
+    @property
+    def progress(self) -> Path:
+        return self.path / "progress.jsonl"
 
     @property
     def result(self) -> Path:
@@ -110,3 +123,12 @@ class RunDirectory:
         if not self.result.exists():
             raise FormatError(f"{self.path}: holds no finished run (result.json is missing); train to the end first")
         return codec.load(Plan, self.plan), codec.load(Trace, self.trace), codec.load(Result, self.result)
+
+    def note_end(self, words: str) -> None:
+        """For a run that cannot say so itself; nothing is noted of one that never began."""
+        if self.progress.exists():
+            append_line(self.progress, "end", words)
+
+    def record(self) -> Record:
+        """What was written down as it ran; empty for a run that left none."""
+        return Reader(self.progress).read()

@@ -5,6 +5,7 @@ torch is imported only by the verbs that need it, so planning and reading stay q
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from penstock.formats import plan_text, read_cluster, read_profile
 from penstock.plan import Plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
+from penstock.report import Outcome, outcome_of, perfetto_trace, write_figures, write_report
 from penstock.report.drawing import svg_file
 from penstock.run import RunDirectory
 from penstock.schedule import FAMILIES
@@ -45,6 +47,7 @@ app.add_typer(cluster_app, name="cluster")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Python file with `def job() -> penstock.Job`")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan file, from `penstock plan`")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="run directory, from `penstock train`")]
 Json = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
 ClusterText = Annotated[
     str,
@@ -373,6 +376,9 @@ def train(
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="minibatches between checkpoints")] = 500,
     keep_checkpoints: Annotated[int, typer.Option(min=1, help="how many checkpoints stay, the newest")] = 3,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="directory for TensorBoard to follow the run in; needs the tensorboard package")
+    ] = None,
     timeout: Timeout = 300.0,
     as_json: Json = False,
 ) -> None:
@@ -388,6 +394,7 @@ def train(
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
         quiet=as_json,
+        tensorboard=tensorboard,
     )
     if workers.is_worker():
         if plan is None:
@@ -404,12 +411,12 @@ def train(
         codec.save(made, directory.plan)
         plan = directory.plan
     workers.train(job, plan, options)
-    made, trace, result = directory.load()
-    comparison = write_report_of(directory)
+    found = write_report_of(directory)
+    result = found.result
     _answer(
         result,
         as_json,
-        lambda: shown.run_table(made, trace, comparison, result),
+        lambda: shown.run_table(found.plan, found.measured, found.simulated, result),
         "\n".join(
             [
                 *(str(evaluation) for evaluation in result.evaluations[-1:]),
@@ -435,18 +442,51 @@ def verify(job: JobFile, plan: PlanFile, timeout: Timeout = 300.0, as_json: Json
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: penstock report penstock-runs/latest")
+@app.command(
+    epilog="Examples: penstock report penstock-runs/latest; "
+    "penstock report penstock-runs/latest --perfetto run.pftrace --png figures"
+)
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="run directory, from `penstock train`")],
+    run: RunArgument,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="where to write a trace for ui.perfetto.dev, if anywhere")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="directory to write the figures to as PNG, if anywhere; needs matplotlib")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the HTML report of a run: timeline, predicted against measured, plan, loss."""
+    """Write the HTML report of a run: timeline, predicted against measured, memory, throughput, loss, plan."""
     directory = RunDirectory(run)
-    plan, trace, result = directory.load()
-    comparison = write_report_of(directory)
-    answer = {"report": str(directory.report), **shown.trace_answer(trace)}
-    table = partial(shown.run_table, plan, trace, comparison, result)
-    _answer(answer, as_json, table, f"report {directory.report}")
+    found = write_report_of(directory)
+    written = {"report": [directory.report]}
+    if perfetto is not None:
+        codec.write_bytes(perfetto_trace(found), perfetto)
+        written["perfetto"] = [perfetto]
+    if png is not None:
+        written["figures"] = write_figures(png, found)
+    answer = {
+        "report": str(directory.report),
+        "perfetto": str(perfetto) if perfetto else None,
+        "figures": [str(path) for path in written.get("figures", ())],
+        **shown.trace_answer(found.measured),
+    }
+    table = partial(shown.run_table, found.plan, found.measured, found.simulated, found.result)
+    note = "\n".join(f"{what} {' '.join(map(str, paths))}" for what, paths in written.items())
+    _answer(answer, as_json, table, note)
+
+
+@app.command(epilog="Examples: penstock watch penstock-runs/latest; penstock watch penstock-runs/latest --json")
+def watch(run: RunArgument, as_json: Json = False) -> None:
+    """Follow a run in the terminal until it ends: pace, loss, time left, and what every worker does and holds."""
+    from penstock.cli import watch as watching
+
+    directory = RunDirectory(run)
+    if as_json:
+        typer.echo(json.dumps(watching.answer(watching.read_run(directory).read()), allow_nan=False))
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        watching.follow(directory, shown.plain_console())
 
 
 @app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
@@ -509,16 +549,10 @@ def _profile(job: Path, microbatch_size: int | None, threads: int) -> Profile:
     return workers.profile(job, microbatch_size, threads)
 
 
-def write_report_of(directory: RunDirectory) -> Trace:
-    """Write the report and return the simulated trace that it sets beside the measured one."""
-    from penstock.report import write_report
-    from penstock.simulate import simulate as play
-
-    plan, trace, result = directory.load()
-    minibatches = min(200, max(1, len(result.losses)))
-    simulated = play(plan, minibatches)
-    write_report(directory.report, plan=plan, measured=trace, simulated=simulated, result=result)
-    return simulated
+def write_report_of(directory: RunDirectory) -> Outcome:
+    found = outcome_of(directory)
+    write_report(directory.report, found)
+    return found
 
 
 def _answer(value: Any, as_json: bool, table: Any, note: str = "") -> None:

@@ -26,9 +26,13 @@ from penstock.trace import Trace
 from penstock.units import show_bytes, show_numbers, show_seconds, write_bytes, write_bytes_per_s, write_seconds
 
 
+def plain_console() -> Console:
+    """Names come from files: they are neither markup nor emoji."""
+    return Console(markup=False, emoji=False)
+
+
 def print_table(table: RenderableType) -> None:
-    # Names come from files: they are neither markup nor emoji.
-    Console(markup=False, emoji=False).print(table)
+    plain_console().print(table)
 
 
 def profile_table(profile: Profile) -> Table:

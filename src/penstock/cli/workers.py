@@ -25,6 +25,7 @@ from penstock.runtime.jobs import load_job
 from penstock.runtime.launch import Interrupted, is_worker, launch_workers
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import profile_job
+from penstock.runtime.scalars import check_tensorboard
 from penstock.runtime.survey import THREADS, survey_cluster
 from penstock.runtime.train import Options, train_worker
 from penstock.runtime.verify import Verification, compare, verify_worker
@@ -85,12 +86,20 @@ def train(job_file: Path, plan_file: Path, options: Options) -> None:
         arguments += ["--resume", str(options.resume)]
     if options.init is not None:
         arguments += ["--init", str(options.init)]
+    if options.tensorboard is not None:
+        check_tensorboard()
+        arguments += ["--tensorboard", str(options.tensorboard)]
     if options.quiet:
         arguments.append("--json")
-    options.run.result.unlink(missing_ok=True)
+    for left in (options.run.result, options.run.progress):
+        left.unlink(missing_ok=True)
     try:
         _launch(arguments, len(plan.devices), plan.profile.threads)
+    except PenstockError as error:
+        options.run.note_end(f"failed: {error}")
+        raise
     except Interrupted as interrupted:
+        options.run.note_end("stopped by a signal")
         newest = options.run.newest_checkpoint()
         where = f"checkpoint {newest}; go on with --resume {newest}" if newest else "no checkpoint was complete yet"
         sys.stderr.write(f"\npenstock: stopped, all workers ended; {where}\n")

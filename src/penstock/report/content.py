@@ -10,8 +10,9 @@ from typing import Any
 
 from penstock import __version__, codec
 from penstock.cost import PlanCosts
-from penstock.errors import FormatError
 from penstock.plan import Plan, Stage
+from penstock.report.curves import course, marks
+from penstock.report.outcome import Outcome
 from penstock.report.stages import bottleneck_text
 from penstock.run import Result
 from penstock.schedule import Action, Kind
@@ -23,13 +24,8 @@ MAX_EVENTS = 200_000
 MAX_LOSS_POINTS = 2_000
 
 
-def report_content(*, plan: Plan, measured: Trace, simulated: Trace, result: Result) -> dict[str, Any]:
-    for trace in (measured, simulated):
-        if len(trace.workers) != len(plan.devices):
-            raise FormatError(
-                f"the {trace.origin} trace has {len(trace.workers)} workers but the plan has "
-                f"{len(plan.devices)}; give the traces of this plan"
-            )
+def report_content(outcome: Outcome) -> dict[str, Any]:
+    plan, result = outcome.plan, outcome.result
     return {
         "version": __version__,
         "model": plan.profile.model,
@@ -40,21 +36,31 @@ def report_content(*, plan: Plan, measured: Trace, simulated: Trace, result: Res
         "device_kinds": sorted(set(result.device_kinds.values())),
         "samples": result.samples,
         "seconds": result.seconds,
-        "comparison": _comparison(plan, measured, simulated),
-        "traces": [_timeline(measured), _timeline(simulated)],
+        "comparison": _comparison(outcome),
+        "traces": [
+            _timeline(outcome.measured, outcome.measured_events, _gap(outcome)),
+            _timeline(outcome.simulated, outcome.simulated.events),
+        ],
         "plan": _plan(plan),
         "staleness": _staleness(plan, result),
         "loss": _loss_curve(result.losses),
         "compression": codec.encode(result.compression),
+        "evaluations": codec.encode(result.evaluations),
+        "course": course(outcome.record, plan.profile.batch_size),
+        "marks": marks(outcome.record),
+        "clocks": codec.encode(result.clocks),
     }
 
 
-def _comparison(plan: Plan, measured: Trace, simulated: Trace) -> dict[str, Any]:
+def _comparison(outcome: Outcome) -> dict[str, Any]:
+    plan, measured, simulated = outcome.plan, outcome.measured, outcome.simulated
     rates = [simulated.samples_per_s, measured.samples_per_s]
     minibatch_s = [plan.profile.batch_size / rate if rate > 0 else None for rate in rates]
     workers = range(len(plan.devices))
     utilisation = [[trace.utilisation(worker) for worker in workers] for trace in (simulated, measured)]
-    medians = [_median_seconds(trace) for trace in (simulated, measured)]
+    seconds = [_seconds(trace) for trace in (simulated, measured)]
+    medians = [[{kind: median(each) for kind, each in row.items()} for row in rows] for rows in seconds]
+    syncing = [_share_syncing(rows, trace) for rows, trace in zip(seconds, (simulated, measured), strict=True)]
     kinds = [kind for kind in Kind if any(kind in row for rows in medians for row in rows)]
     return {
         "samples_per_s": _compare(*rates),
@@ -65,6 +71,7 @@ def _comparison(plan: Plan, measured: Trace, simulated: Trace) -> dict[str, Any]
             {
                 "name": measured.workers[worker],
                 "utilisation": _compare(*(column[worker] for column in utilisation)),
+                "syncing": _compare(*(column[worker] for column in syncing)),
                 "seconds": {kind.value: _compare(*(of[worker].get(kind) for of in medians)) for kind in kinds},
             }
             for worker in workers
@@ -77,31 +84,44 @@ def _compare(predicted: float | None, measured: float | None) -> dict[str, float
     return {"predicted": predicted, "measured": measured, "ratio": ratio}
 
 
-def _median_seconds(trace: Trace) -> list[dict[Kind, float]]:
-    """Of each worker, for each kind of action that it did."""
+def _seconds(trace: Trace) -> list[dict[Kind, list[float]]]:
+    """How long each action of each worker took, by kind."""
     seconds: list[dict[Kind, list[float]]] = [defaultdict(list) for _ in trace.workers]
     for event in trace.events:
         seconds[event.worker][event.action.kind].append(event.end_s - event.start_s)
-    return [{kind: median(values) for kind, values in of_worker.items()} for of_worker in seconds]
+    return seconds
 
 
-def _timeline(trace: Trace) -> dict[str, Any]:
-    """The events by worker, from the trace's first start to where there are too many to draw."""
-    events = sorted(trace.events, key=lambda event: event.start_s)
-    shown = events[:MAX_EVENTS]
+def _share_syncing(seconds: Sequence[dict[Kind, list[float]]], trace: Trace) -> list[float]:
+    """Of the time that is neither computing nor idle, for each worker."""
+    return [sum(row.get(Kind.SYNC, ())) / trace.span_s if trace.span_s > 0 else 0.0 for row in seconds]
+
+
+def _timeline(trace: Trace, events: Sequence[Event], gap: tuple[float, float] | None = None) -> dict[str, Any]:
+    """The events by worker. Of too many to draw, those at both ends; ``gap`` is a stretch of which there are none."""
+    shown = events if len(events) <= MAX_EVENTS else (*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :])
+    if len(shown) < len(events):
+        gap = (max(e.end_s for e in shown[: MAX_EVENTS // 2]), shown[MAX_EVENTS // 2].start_s)
     by_worker: list[list[Event]] = [[] for _ in trace.workers]
     for event in shown:
         by_worker[event.worker].append(event)
     origin_s = events[0].start_s if events else 0.0
     return {
         "origin": trace.origin,
-        "events": len(events),
-        "shown": len(shown),
+        "origin_s": origin_s,
+        "gap_s": [at_s - origin_s for at_s in gap] if gap else None,
         "workers": [
             {"name": name, **_packed(of_worker, origin_s)}
             for name, of_worker in zip(trace.workers, by_worker, strict=True)
         ],
     }
+
+
+def _gap(outcome: Outcome) -> tuple[float, float] | None:
+    """From where the beginning ends to where the trace goes on."""
+    if outcome.beginning is None or not outcome.beginning.events or not outcome.measured.events:
+        return None
+    return max(event.end_s for event in outcome.beginning.events), outcome.measured.events[0].start_s
 
 
 def _packed(events: Sequence[Event], origin_s: float) -> dict[str, Any]:

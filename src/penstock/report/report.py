@@ -10,26 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from penstock import codec
-from penstock.plan import Plan
 from penstock.report import drawing
 from penstock.report.content import report_content
-from penstock.run import Result
-from penstock.trace import Trace
+from penstock.report.outcome import Outcome
 
 _ASSETS = {
     "colours": "colours.css",
     "style": "style.css",
+    "dom": "dom.js",
     "timeline": "timeline.js",
     "charts": "charts.js",
+    "sections": "sections.js",
     "page": "page.js",
 }
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def write_report(path: Path, *, plan: Plan, measured: Trace, simulated: Trace, result: Result) -> None:
-    """Write a self-contained page; ``simulated`` is the simulator's trace of the same plan."""
-    content = report_content(plan=plan, measured=measured, simulated=simulated, result=result)
-    codec.write_text(_page(content, drawing.inline_svg(plan)), path)
+def write_report(path: Path, outcome: Outcome) -> None:
+    """Write a self-contained page."""
+    codec.write_text(_page(report_content(outcome), drawing.inline_svg(outcome.plan)), path)
 
 
 def _page(content: dict[str, Any], graph: str) -> str:

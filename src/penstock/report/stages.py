@@ -1,9 +1,19 @@
-"""What is said of a stage in the same words everywhere: in the table, in the drawing, in the report."""
+"""What is said of a stage and its actions in the same words everywhere: in tables, drawings, figures and the report."""
 
 from __future__ import annotations
 
 from penstock.cost import PlanCosts
+from penstock.schedule import Kind
 from penstock.units import show_bytes
+
+KIND_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "backward for inputs",
+    Kind.WEIGHT: "backward for weights",
+    Kind.SYNC: "sync",
+    Kind.STEP: "update",
+}
 
 
 def bottleneck_text(costs: PlanCosts, stage: int) -> str:

@@ -19,13 +19,18 @@ def safe_text(text: str) -> str:
     return escape(_NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
+def colours() -> tuple[dict[str, str], dict[str, str]]:
+    """Every colour by its name (``--ink``), for light and for dark."""
+    text = resources.files("penstock.report").joinpath("colours.css").read_text(encoding="utf-8")
+    light, _, dark = text.partition("@media")
+    light_values = dict(_COLOUR.findall(light))
+    return light_values, light_values | dict(_COLOUR.findall(dark))
+
+
 def with_colours(style: str) -> str:
     """A style with the colours filled in, once for light and once for dark: not every viewer of SVG knows CSS
     variables."""
-    colours = resources.files("penstock.report").joinpath("colours.css").read_text(encoding="utf-8")
-    light, _, dark = colours.partition("@media")
-    light_values = dict(_COLOUR.findall(light))
-    dark_values = light_values | dict(_COLOUR.findall(dark))
+    light_values, dark_values = colours()
 
     def filled(values: dict[str, str]) -> str:
         return re.sub(r"var\((--[\w-]+)\)", lambda match: values[match[1]], style)

@@ -1,9 +1,10 @@
-"use strict";
 // The timeline: a row of bars for each worker, all on one time axis, on one canvas.
 
 const KINDS = {
   F: { name: "Forward", of: "microbatch" },
   B: { name: "Backward", of: "microbatch" },
+  I: { name: "Backward for inputs", of: "microbatch" },
+  W: { name: "Backward for weights", of: "microbatch" },
   SYNC: { name: "Sync", of: "round" },
   STEP: { name: "Update", of: "round" },
 };
@@ -25,6 +26,9 @@ function showSeconds(seconds, digits = 3) {
     if (seconds >= size) return `${significant(seconds / size, digits)} ${unit}`;
   return `${significant(seconds / 1e-9, digits)} ns`;
 }
+
+// On an axis: no more digits than the number needs.
+const showTick = (seconds) => showSeconds(seconds, 4).replace(/\.?0+ /, (zeros) => (zeros.includes(".") ? " " : zeros));
 
 function showBytes(bytes) {
   for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["KB", 1e3]])
@@ -89,11 +93,13 @@ function describe(row, i) {
 
 class Timeline {
   // `onView` hears of every new view, once it is drawn.
-  constructor(canvas, traces, onView) {
+  constructor(canvas, traces, marks, onView) {
     this.canvas = canvas;
+    this.marks = marks;
+    this.chosen = null; // { trace, worker, i }
     this.context = canvas.getContext("2d");
     this.onView = onView;
-    this.traces = traces.map((trace) => ({ origin: trace.origin, rows: trace.workers.map(unpackWorker) }));
+    this.traces = traces.map((trace) => ({ origin: trace.origin, gap: trace.gap_s, rows: trace.workers.map(unpackWorker) }));
     const ends = this.traces.flatMap(({ rows }) => rows.map((row) => row.reach[row.count - 1] ?? 0));
     this.total = Math.max(...ends) || 1e-3;
     const kinds = new Set(this.traces.flatMap(({ rows }) => rows.flatMap((row) => [...new Set(row.kind)])));
@@ -142,7 +148,43 @@ class Timeline {
   // What lies under a point of the canvas: the trace and worker of that row and the moment.
   locate(x, y) {
     const lane = this.lanes.find(({ top }) => y >= top - 1 && y < top + this.pitch);
-    return lane && x >= this.left ? { ...lane, time: this.timeAt(x) } : null;
+    return lane && x >= this.left ? { ...lane, x, time: this.timeAt(x) } : null;
+  }
+
+  // The moment of a mark within a few pixels, if there is one.
+  markAt(x) {
+    const near = this.marks.filter((mark) => Math.abs(this.xOf(mark.at_s) - x) < 4);
+    return near.length ? near : null;
+  }
+
+  // Takes the action at a time (or nearest to it) as the chosen one; null lets go of it.
+  choose(trace, worker, time, slack = 0) {
+    const row = this.traces[trace]?.rows[worker], i = row ? eventAt(row, time, slack) : -1;
+    this.chosen = i < 0 ? null : { trace, worker, i };
+    this.redraw();
+    return this.describeChosen();
+  }
+
+  describeChosen() {
+    if (!this.chosen) return null;
+    const { trace, worker, i } = this.chosen, { origin, rows } = this.traces[trace];
+    return `${rows[worker].name}, ${origin}: ${describe(rows[worker], i)}`;
+  }
+
+  // To the next action of the chosen worker, or with `lanes` to the action at the same time of a worker above or below.
+  step(actions, lanes) {
+    const at = this.chosen ?? { trace: 0, worker: 0, i: -1 };
+    const place = this.lanes.findIndex(({ trace, worker }) => trace === at.trace && worker === at.worker);
+    const lane = this.lanes[Math.max(0, Math.min(this.lanes.length - 1, place + (this.chosen ? lanes : 0)))];
+    if (!lane.row.count) return this.describeChosen();
+    const before = this.lanes[place].row, time = at.i < 0 ? this.from : before.start[at.i];
+    const same = lane.row === before && at.i >= 0;
+    const i = same ? at.i + actions : Math.max(0, firstAbove(lane.row.start, time) - 1);
+    this.chosen = { trace: lane.trace, worker: lane.worker, i: Math.max(0, Math.min(lane.row.count - 1, i)) };
+    const start = lane.row.start[this.chosen.i], end = lane.row.end[this.chosen.i];
+    if (end > this.to || start < this.from) this.pan((start + end - this.from - this.to) / 2);
+    this.redraw();
+    return this.describeChosen();
   }
 
   timeAt(x) { return this.from + ((x - this.left) / (this.width - this.left)) * (this.to - this.from); }
@@ -194,6 +236,8 @@ class Timeline {
     this.drawAxis();
     this.crowded = false;
     for (const lane of this.lanes) this.drawLane(lane);
+    this.drawMarks();
+    this.drawChosen();
     this.drawTrack();
     this.onView(this);
   }
@@ -234,10 +278,27 @@ class Timeline {
     context.fillStyle = this.colour("track");
     context.fillRect(this.left, top, this.width - this.left, this.barHeight);
     context.globalAlpha = 1;
+    this.drawGap(this.traces[trace].gap, top);
     const first = firstAbove(row.reach, this.from), last = firstAbove(row.start, this.to);
     if (last - first > CROWDED * (this.width - this.left)) this.drawShares(row, first, last, top);
     else this.drawBars(row, first, last, top);
     context.restore();
+  }
+
+  // Slanted lines where nothing is known, which is not the same as idle.
+  drawGap(gap, top) {
+    if (!gap || gap[1] < this.from || gap[0] > this.to) return;
+    const { context } = this, left = Math.max(this.left, this.xOf(gap[0])), right = Math.min(this.width, this.xOf(gap[1]));
+    context.strokeStyle = this.colour("line");
+    context.lineWidth = 2;
+    context.beginPath();
+    for (let x = left - (left % 8) - this.pitch; x < right; x += 8) {
+      const from = Math.max(x, left), to = Math.min(x + this.barHeight, right);
+      if (from >= to) continue;
+      context.moveTo(from, top + this.barHeight - (from - x));
+      context.lineTo(to, top + this.barHeight - (to - x));
+    }
+    context.stroke();
   }
 
   drawBars(row, first, last, top) {
@@ -296,6 +357,38 @@ class Timeline {
     context.fill();
   }
 
+  // Moments of the run, over the rows that were measured.
+  drawMarks() {
+    const { context } = this, measured = this.lanes.filter(({ trace }) => trace === 0);
+    if (!measured.length) return;
+    const top = measured[0].top, bottom = measured[measured.length - 1].top + this.pitch;
+    context.fillStyle = this.colour("accent");
+    for (const { at_s } of this.marks) {
+      if (at_s < this.from || at_s > this.to) continue;
+      const x = Math.round(this.xOf(at_s));
+      context.fillRect(x, top - 3, 1, bottom - top + 2);
+      context.beginPath();
+      context.moveTo(x - 4, top - 9);
+      context.lineTo(x + 5, top - 9);
+      context.lineTo(x + 0.5, top - 2);
+      context.fill();
+    }
+  }
+
+  drawChosen() {
+    if (!this.chosen) return;
+    const { trace, worker, i } = this.chosen, { context } = this;
+    const { row, top } = this.lanes.find((lane) => lane.trace === trace && lane.worker === worker);
+    if (row.end[i] < this.from || row.start[i] > this.to) return;
+    const left = Math.max(this.left, this.xOf(row.start[i])), right = Math.min(this.width, Math.max(left + 3, this.xOf(row.end[i])));
+    context.strokeStyle = this.colour("card");
+    context.lineWidth = 4;
+    context.strokeRect(left, top, right - left, this.barHeight);
+    context.strokeStyle = this.colour("ink");
+    context.lineWidth = 2;
+    context.strokeRect(left, top, right - left, this.barHeight);
+  }
+
   // Where in the whole run the view is.
   drawTrack() {
     const { context } = this, top = this.height - TRACK_PX + 2, length = this.width - this.left;
@@ -319,10 +412,12 @@ function fit(context, text, width) {
   return `${text.slice(0, length)}…`;
 }
 
-// Wheel, drag, pinch, double click, taps and keys. `onPoint` is told what is pointed at, or null.
-function steer(timeline, onPoint) {
+// Wheel, drag, pinch, double click, taps and keys. `onPoint` is told what is pointed at, or null; `onChoose` what is chosen.
+function steer(timeline, onPoint, onChoose) {
   const { canvas } = timeline, pointers = new Map();
-  let moved = 0, onTrack = false;
+  let moved = 0, onTrack = false, scrolled_ms = -Infinity;
+  // A page on its way past the pointer goes on its way: zooming begins with a wheel that begins here.
+  document.addEventListener("scroll", () => { scrolled_ms = performance.now(); }, { passive: true });
   const place = (event) => {
     const box = canvas.getBoundingClientRect();
     return { x: event.clientX - box.left, y: event.clientY - box.top };
@@ -336,6 +431,7 @@ function steer(timeline, onPoint) {
     timeline.pan(middle - (timeline.from + timeline.to) / 2);
   };
   canvas.addEventListener("wheel", (event) => {
+    if (performance.now() - scrolled_ms < 250) return;
     event.preventDefault();
     const pixels = event.deltaMode === 1 ? 30 : 1;
     if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) timeline.pan(event.deltaX * pixels * timeline.secondsPerPixel);
@@ -366,7 +462,10 @@ function steer(timeline, onPoint) {
   const release = (event) => {
     pointers.delete(event.pointerId);
     if (!pointers.size) canvas.classList.remove("dragging");
-    if (event.type === "pointerup" && moved <= 4) point(event);
+    if (event.type !== "pointerup" || moved > 4 || onTrack) return;
+    point(event);
+    const { x, y } = place(event), spot = timeline.locate(x, y);
+    onChoose(spot ? timeline.choose(spot.trace, spot.worker, spot.time, 3 * timeline.secondsPerPixel) : timeline.choose(-1));
   };
   canvas.addEventListener("pointerup", release);
   canvas.addEventListener("pointercancel", release);
@@ -376,11 +475,15 @@ function steer(timeline, onPoint) {
     "+": () => timeline.zoom(1.5), "=": () => timeline.zoom(1.5), "-": () => timeline.zoom(1 / 1.5),
     ArrowLeft: () => timeline.pan((timeline.from - timeline.to) / 8),
     ArrowRight: () => timeline.pan((timeline.to - timeline.from) / 8),
+    ArrowUp: () => onChoose(timeline.step(0, -1)), ArrowDown: () => onChoose(timeline.step(0, 1)),
+    "shift ArrowLeft": () => onChoose(timeline.step(-1, 0)), "shift ArrowRight": () => onChoose(timeline.step(1, 0)),
+    Escape: () => onChoose(timeline.choose(-1)),
     Home: () => timeline.reset(), End: () => timeline.showAll(),
   };
   canvas.addEventListener("keydown", (event) => {
-    if (!keys[event.key] || event.ctrlKey || event.metaKey) return;
+    const press = keys[event.shiftKey && event.key.startsWith("Arrow") ? `shift ${event.key}` : event.key];
+    if (!press || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
-    keys[event.key]();
+    press();
   });
 }

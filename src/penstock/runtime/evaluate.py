@@ -7,7 +7,7 @@ what it reads and the tensors it uses allow.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +23,7 @@ from penstock.runtime.assemble import Assembly, JobFeed
 from penstock.runtime.capture import capture
 from penstock.runtime.compiling import compiled
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
+from penstock.runtime.events import EventLog
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.precision import Autocast, autocast_for
@@ -82,7 +83,7 @@ class Evaluator:
                 device=trained.device,
                 timeout_s=self.timeout_s,
             ),
-            events=deque(maxlen=1),
+            events=EventLog(first=1, newest=1),
         )
 
     def run(self) -> dict[str, float]:

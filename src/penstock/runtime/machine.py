@@ -52,6 +52,17 @@ def host_id() -> str:
     return " ".join(parts)
 
 
+def clock_id() -> str:
+    """Workers under one boot and in one time namespace read the same clock."""
+    parts = [socket.gethostname()]
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+    if boot.exists():
+        parts = [boot.read_text().strip()]  # containers of one machine have names of their own
+    if namespace.exists():
+        parts.append(str(namespace.stat().st_ino))
+    return " ".join(parts)
+
+
 def _keep_freed_memory() -> None:
     """Have glibc keep large blocks that are freed instead of giving them back to the kernel.
 

@@ -1,21 +1,112 @@
-"""The live line of a training run: loss, samples per second, how busy each worker is."""
+"""How a run goes: every worker tells, and worker 0 hands what all have told to whoever shows or keeps it."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, Protocol, TextIO
+
+from penstock.record import Mark, Moment, interval_s
+from penstock.runtime.memory import MemoryMeter
 
 
 class Report(NamedTuple):
     """What a worker says of itself."""
 
+    at_s: float
+    busy_s: float
+    """of computing so far"""
     samples: int
     """finished at this worker, if it runs the first stage"""
-    busy: float
-    """share of the time spent computing"""
     loss: float | None
     """recent mean, if it runs the last stage"""
+    memory_bytes: int | None
+    done: str
+    """its last action"""
+
+
+class Listener(Protocol):
+    """Hears at worker 0 how the run goes. penstock.record.Writer is one."""
+
+    def moment(self, moment: Moment) -> None: ...
+
+    def mark(self, mark: Mark) -> None: ...
+
+    def end(self, words: str) -> None: ...
+
+
+class Store(Protocol):
+    """What is used of torch's."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+
+
+class Progress:
+    """One worker's end of it."""
+
+    def __init__(
+        self, store: Store, rank: int, workers: int, memory: MemoryMeter, listeners: Sequence[Listener]
+    ) -> None:
+        """Worker 0 has the listeners; all must have come this far before any tells."""
+        self.store, self.rank, self.memory, self.listeners = store, rank, memory, listeners
+        self._keys = [f"penstock/progress/{each}" for each in range(workers)]
+        self._told_s = 0.0
+        self._before: Sequence[Report] = [_NOTHING] * workers
+        self._busy = (0.0,) * workers
+        self._publish(_NOTHING)
+
+    def is_due(self, now_s: float) -> bool:
+        return now_s - self._told_s >= interval_s(now_s) / (1 if self.rank == 0 else 2)  # so that worker 0 has news
+
+    def tell(self, now_s: float, *, busy_s: float, samples: int, loss: float | None, done: str) -> None:
+        """A worker's word, which stands until its next."""
+        self._told_s = now_s
+        self._publish(Report(now_s, busy_s, samples, loss, self.memory.take(), done))
+
+    def pass_on(self, now_s: float) -> None:
+        """At worker 0: let the listeners hear what all have told."""
+        if self.rank != 0:
+            return
+        reports = [Report(*json.loads(word)) for word in self.store.multi_get(self._keys)]
+        self._busy = tuple(map(share_busy, reports, self._before, self._busy))
+        self._before = reports
+        for listener in self.listeners:
+            listener.moment(moment_of(reports, self._busy, now_s))
+
+    def mark(self, mark: Mark) -> None:
+        for listener in self.listeners:
+            listener.mark(mark)
+
+    def end(self, words: str) -> None:
+        for listener in self.listeners:
+            listener.end(words)
+
+    def _publish(self, report: Report) -> None:
+        self.store.set(self._keys[self.rank], json.dumps(report))
+
+
+_NOTHING = Report(0.0, 0.0, 0, None, None, "")
+
+
+def share_busy(new: Report, old: Report, before: float) -> float:
+    """Of the time between a worker's two last words. One that has said nothing since is taken to be as it was."""
+    return min(1.0, (new.busy_s - old.busy_s) / (new.at_s - old.at_s)) if new.at_s > old.at_s else before
+
+
+def moment_of(reports: Sequence[Report], busy: tuple[float, ...], now_s: float) -> Moment:
+    losses = [report.loss for report in reports if report.loss is not None]
+    return Moment(
+        at_s=now_s,
+        samples=sum(report.samples for report in reports),
+        loss=sum(losses) / len(losses) if losses else None,
+        busy=busy,
+        memory_bytes=tuple(report.memory_bytes for report in reports),
+        done=tuple(report.done for report in reports),
+        heard_s=tuple(report.at_s for report in reports),
+    )
 
 
 class ProgressLine:
@@ -27,30 +118,29 @@ class ProgressLine:
         self._last_s = 0.0
         self._width = 0
 
-    def show(self, reports: Sequence[Report], elapsed_s: float) -> None:
-        text = self.text(reports, elapsed_s)
+    def moment(self, moment: Moment) -> None:
+        text = self.text(moment)
         if self._live:
             self.out.write("\r" + text.ljust(self._width))
             self._width = len(text)
-        elif elapsed_s - self._last_s >= self.every_s:
+        elif moment.at_s - self._last_s >= self.every_s:
             self.out.write(text + "\n")
-            self._last_s = elapsed_s
+            self._last_s = moment.at_s
         self.out.flush()
 
-    def text(self, reports: Sequence[Report], elapsed_s: float) -> str:
-        samples = sum(report.samples for report in reports)
-        losses = [report.loss for report in reports if report.loss is not None]
-        loss = f"loss {sum(losses) / len(losses):.4f}" if losses else "loss -"
-        busy = " ".join(f"{report.busy:.0%}" for report in reports)
-        done, rate = samples / max(1, self.total), samples / elapsed_s if elapsed_s > 0 else 0.0
-        return f"{done:4.0%}  {loss}  {rate:.1f} samples/s  workers busy {busy}  {elapsed_s:.0f} s"
+    def text(self, moment: Moment) -> str:
+        loss = "loss -" if moment.loss is None else f"loss {moment.loss:.4f}"
+        busy = " ".join(f"{share:.0%}" for share in moment.busy)
+        done = moment.samples / max(1, self.total)
+        rate = moment.samples / moment.at_s if moment.at_s > 0 else 0.0
+        return f"{done:4.0%}  {loss}  {rate:.1f} samples/s  workers busy {busy}  {moment.at_s:.0f} s"
 
-    def note(self, text: str) -> None:
+    def mark(self, mark: Mark) -> None:
         """Leave a line standing above the one that moves."""
-        self.out.write("\r" + text.ljust(self._width) + "\n" if self._live else text + "\n")
+        self.out.write("\r" + mark.text.ljust(self._width) + "\n" if self._live else mark.text + "\n")
         self.out.flush()
 
-    def close(self) -> None:
+    def end(self, words: str) -> None:
         if self._live and self._width:
             self.out.write("\n")
             self.out.flush()

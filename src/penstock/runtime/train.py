@@ -9,8 +9,7 @@ import math
 import os
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,23 +21,31 @@ import torch
 import torch.distributed as dist
 
 from penstock import codec
+from penstock.clocks import Alignment
+from penstock.cost import PlanCosts
 from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
-from penstock.run import EdgeError, Evaluation, Result, RunDirectory
+from penstock.record import Mark, Start, Writer
+from penstock.run import Evaluation, Result, RunDirectory
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.checkpoint import Checkpoint, clean
+from penstock.runtime.clocks import Clocks, clocks_of
 from penstock.runtime.evaluate import Evaluator
+from penstock.runtime.events import EventLog, beginning_and_newest
+from penstock.runtime.handed_in import edge_errors, of_stage, on_one_clock, per_minibatch
 from penstock.runtime.keeper import Keeper, Save, save_together
 from penstock.runtime.links import Links, make_links, talking_pairs
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
-from penstock.runtime.progress import ProgressLine, Report
+from penstock.runtime.memory import MemoryMeter
+from penstock.runtime.progress import Listener, Progress, ProgressLine
+from penstock.runtime.scalars import Scalars
 from penstock.runtime.state import state_of
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.transport import short_reason
 from penstock.sampling import Epoch
-from penstock.schedule import Action, Kind, Staleness
+from penstock.schedule import Action, Kind
 from penstock.trace import Event, merge
 
 MOST_AT_ONCE = 100_000
@@ -58,6 +65,8 @@ class Options:
     keep_checkpoints: int = 3
     """the newest that stay"""
     quiet: bool = False
+    tensorboard: Path | None = None
+    """a directory for TensorBoard, if it is to follow"""
 
     def __post_init__(self) -> None:
         if self.resume is not None and self.init is not None:
@@ -78,9 +87,9 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
             timeout_s=options.timeout_s,
         )
         # gloo also where the workers compute on GPUs: what checkpoints exchange and write is in host memory
-        together = save_together(dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s)))
+        aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s))
         gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
-        _Training(assembly, options, links, together).run()
+        _Training(assembly, options, links, save_together(aside), clocks_of(aside)).run()
 
 
 @contextmanager
@@ -108,10 +117,11 @@ def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
 
 
 class _Training:
-    def __init__(self, assembly: Assembly, options: Options, links: Links, save: Save) -> None:
+    def __init__(self, assembly: Assembly, options: Options, links: Links, save: Save, clocks: Clocks) -> None:
         self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
         self.assembly, self.options, self.run_directory = assembly, options, options.run
-        self.rank, self.links = self.worker.rank, links
+        self.rank, self.links, self.clocks = self.worker.rank, links, clocks
+        self.worker.events = EventLog.one_of(len(self.plan.devices))
         self.store = dist.distributed_c10d._get_default_store()
         self.state = state_of(assembly)
         self.keeper = Keeper(
@@ -132,7 +142,6 @@ class _Training:
         """microbatches of each minibatch so far"""
         self.samples_done = 0
         self.seconds = 0.0
-        self._published_s = 0.0
         self._segment_start_s = 0.0
         self._origin_s = 0.0
         self._rounds = 0
@@ -140,12 +149,11 @@ class _Training:
         self.evaluations: tuple[Evaluation, ...] = ()
         self.stopped_early = False
         self._meetings = 0
-        self._line: ProgressLine | None = None
 
     def run(self) -> None:
         done = self._start()
-        if self.rank == 0 and not self.options.quiet:
-            self._line = ProgressLine(self._samples_left(done))
+        self.progress = self._make_progress(done)
+        self.clocks.start()
         self._origin_s = self._meet()
         self.worker.clock = lambda: time.perf_counter() - self._origin_s
         stops = self._is_evaluation_due(done) and self._evaluate(done)  # the checkpoint was taken just before
@@ -155,14 +163,31 @@ class _Training:
                 self.keeper.take(done)
                 break
         self.keeper.finish()
-        if self._line:
-            self._line.close()
         if not self.sizes:
             raise JobError(
                 f"nothing is left to train: the checkpoint has all {self.job.epochs} epochs; raise Job.epochs"
             )
+        self._tell(done="")
         self._meet()
+        self.progress.pass_on(self.worker.clock())  # with everybody's last word
         self._hand_in()
+        self.progress.end("stopped early" if self.stopped_early else "finished")
+
+    def _make_progress(self, done: Checkpoint) -> Progress:
+        """At worker 0 with those who are to hear of it."""
+        listeners: list[Listener] = []
+        if self.rank == 0:
+            start = what_is_to_come(self.job, self.plan, done)
+            listeners.append(Writer(self.run_directory.progress, start))
+            if not self.options.quiet:
+                listeners.append(ProgressLine(start.samples))
+            if self.options.tensorboard is not None:
+                listeners.append(Scalars(self.options.tensorboard, start))
+        weights = [
+            parameter for stage in self.worker.stages.values() for parameter in stage.weights.parameters.values()
+        ]
+        memory = MemoryMeter(self.worker.device, sum(parameter.nbytes for parameter in weights))
+        return Progress(self.store, self.rank, len(self.plan.devices), memory, listeners)
 
     def _is_evaluation_due(self, done: Checkpoint) -> bool:
         if self.evaluator is None or (self.evaluations and self.evaluations[-1].steps >= done.steps):
@@ -178,8 +203,9 @@ class _Training:
         self.evaluations += (Evaluation(epoch=done.epoch, steps=done.steps, values=found),)
         stop = self.job.early_stop
         self.stopped_early = stop is not None and stop.stops([e.values.get(stop.metric) for e in self.evaluations])
-        if self._line:
-            self._line.note(str(self.evaluations[-1]) + ("; stopped early" if self.stopped_early else ""))
+        words = str(self.evaluations[-1]) + ("; stopped early" if self.stopped_early else "")
+        now_s = self.worker.clock()
+        self.progress.mark(Mark(at_s=now_s, kind="evaluation", text=words, minibatch=done.steps, values=found))
         return self.stopped_early
 
     def _run_part(self, part: Epoch, before: Checkpoint) -> Checkpoint:
@@ -205,34 +231,31 @@ class _Training:
         if action.result.kind is Kind.BACKWARD and action.stage == 0:
             self.samples_done += samples[action.index]
         now_s = self.worker.clock()
-        if now_s - self._published_s > 0.25 and not self.options.quiet:
-            self._published_s = now_s
-            self._publish(now_s)
+        if action.kind is Kind.FORWARD:  # when most is kept for backwards to come
+            self.progress.memory.look(now_s)
+        if self.progress.is_due(now_s):
+            first = base if action.of_microbatch else self._rounds
+            self._tell(str(action._replace(index=first + action.index)))
+            self.progress.pass_on(now_s)
 
-    def _publish(self, now_s: float) -> None:
-        """Tell worker 0 how it goes; worker 0 shows what all have told."""
-        elapsed_s = self.seconds + now_s - self._segment_start_s
+    def _tell(self, done: str) -> None:
         recent = [loss for loss, _ in itertools.islice(reversed(self.losses.values()), 20)]
-        report = Report(
+        loss = sum(recent) / len(recent) if recent else math.nan
+        self.progress.tell(
+            self.worker.clock(),
+            busy_s=self.worker.busy_s,
             samples=self.samples_done,
-            busy=self.worker.busy_s / elapsed_s if elapsed_s > 0 else 0.0,
-            loss=sum(recent) / len(recent) if recent else None,
+            loss=loss if math.isfinite(loss) else None,
+            done=done,
         )
-        self.store.set(f"penstock/progress/{self.rank}", json.dumps(report._asdict()))
-        if self._line:
-            keys = [f"penstock/progress/{rank}" for rank in range(len(self.plan.devices))]
-            reports = [Report(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
-            self._line.show(reports, elapsed_s)
 
     def _complete(self, done: Checkpoint) -> Checkpoint:
         """With what else a run that goes on must know."""
+        now_s, words = self.worker.clock(), f"checkpoint after {done.steps} minibatches"
+        self.progress.mark(Mark(at_s=now_s, kind="checkpoint", text=words, minibatch=done.steps))
         scaler = self.worker.scaler
         scale = (scaler.scale, scaler.good_updates) if scaler is not None else None
         return replace(done, loss_scale=scale, evaluations=self.evaluations)
-
-    def _samples_left(self, done: Checkpoint) -> int:
-        under_way = len(self.job.data) - min(done.minibatches * self.job.batch_size, len(self.job.data))
-        return under_way + len(self.job.data) * (self.job.epochs - done.epoch - 1)
 
     def _meet(self) -> float:
         """Wait for all workers; returns the moment, which all take as the same."""
@@ -274,31 +297,41 @@ class _Training:
 
     def _hand_in(self) -> None:
         """Worker 0 writes what all have recorded."""
-        events = self._gather("events", [codec.encode(event) for event in self.worker.events])
+        events = self._gather("events", [self._origin_s, self.worker.events.packed()])
+        clocks = self._gather("clocks", codec.encode(self.clocks.finish()))
         losses = self._gather("losses", [[m, *pair] for m, pair in self.losses.items()])
         links = self._gather("links", {f"{low}-{high}": name for (low, high), name in self.links.chosen.items()})
         kinds = self._gather("kinds", device_kind(self.worker.device))
         lost = self._gather("compression", [[*key, errors] for key, errors in self.worker.mailbox.meter.errors.items()])
         ages = self._gather("staleness", {i: stage.weights.staleness for i, stage in self.worker.stages.items()})
         if self.rank == 0:
-            parts = [[codec.decode(Event, item) for item in part] for part in events]
+            aligned = [codec.decode(Alignment, each) for found in clocks for each in found]
+            beginning, newest_events = beginning_and_newest(on_one_clock(events, aligned))
             newest = self.run_directory.newest_checkpoint()
             result = Result(
                 samples=sum(self.sizes),
                 seconds=self.seconds,
-                losses=_per_minibatch(itertools.chain.from_iterable(losses), self.minibatches),
+                losses=per_minibatch(itertools.chain.from_iterable(losses), self.minibatches),
                 checkpoint=str(newest.relative_to(self.run_directory.path)) if newest else None,
                 device_kinds={str(rank): kind for rank, kind in enumerate(kinds)},
                 links={pair: name for part in links for pair, name in part.items()},
                 evaluations=self.evaluations,
                 stopped_early=self.stopped_early,
                 compression=tuple(edge_errors(self.plan, itertools.chain.from_iterable(lost))),
-                staleness=tuple(_of_stage(ages, index) for index in range(len(self.plan.stages))),
+                staleness=tuple(of_stage(ages, index) for index in range(len(self.plan.stages))),
+                clocks=tuple(aligned),
             )
             codec.save(self.plan, self.run_directory.plan)
-            codec.save(merge("measured", self.plan.worker_names, self.sizes, parts), self.run_directory.trace)
+            self._save_trace(newest_events, self.run_directory.trace)
+            self._save_trace(beginning, self.run_directory.beginning)
             codec.save(result, self.run_directory.result)
         self._meet()
+
+    def _save_trace(self, events: Iterable[Iterable[Event]] | None, path: Path) -> None:
+        if events is None:
+            path.unlink(missing_ok=True)
+        else:
+            codec.save(merge("measured", self.plan.worker_names, self.sizes, events), path)
 
 
 def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
@@ -313,42 +346,17 @@ def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
         yield from replace(epoch, first_minibatch=first).parts(most, job.evaluate_every or most)
 
 
-def _of_stage(ages: Sequence[dict[str, dict[str, int]]], stage: int) -> Staleness:
-    """What all replicas of a stage have counted."""
-    total = Counter[int]()
-    for part in ages:
-        total.update({int(age): count for age, count in part.get(str(stage), {}).items()})
-    return Staleness.counted(total)
-
-
-def _per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | None, ...]:
-    """The mean loss of each minibatch over its samples."""
-    by_microbatch = {int(m): (loss, samples) for m, loss, samples in losses}
-    means: list[float | None] = []
-    first = 0
-    for count in minibatches:
-        rows = [by_microbatch[m] for m in range(first, first + count) if m in by_microbatch]
-        total = sum(samples for _, samples in rows)
-        mean = sum(loss * samples for loss, samples in rows) / total
-        means.append(mean if math.isfinite(mean) else None)
-        first += count
-    return tuple(means)
-
-
-def edge_errors(plan: Plan, parts: Iterable[Sequence[Any]]) -> Iterator[EdgeError]:
-    """What the workers' meters found, [source, target, direction, errors], with replicas taken together."""
-    found: dict[tuple[int, int, str], list[float]] = defaultdict(list)
-    for source, target, direction, errors in parts:
-        found[source, target, direction] += errors
-    for (source, target, direction), errors in sorted(
-        found.items(), key=lambda item: (item[0][:2], item[0][2] != "forward")
-    ):
-        mean = sum(errors) / len(errors)
-        yield EdgeError(
-            source=source,
-            target=target,
-            sends=plan.stages[source].sends,
-            direction=direction,
-            error=mean if math.isfinite(mean) else None,
-            looked_at=len(errors),
-        )
+def what_is_to_come(job: Job, plan: Plan, done: Checkpoint) -> Start:
+    costs, period_s = PlanCosts(plan), plan.prediction.seconds_per_minibatch
+    epochs, per_epoch = job.epochs - done.epoch, len(make_epoch(job, plan, 0).minibatches)
+    return Start(
+        model=plan.profile.model,
+        schedule=plan.schedule,
+        workers=plan.worker_names,
+        samples=epochs * len(job.data) - min(done.minibatches * job.batch_size, len(job.data)),
+        minibatches=epochs * per_epoch - done.minibatches,
+        first_minibatch=done.steps,
+        began_unix_s=time.time(),
+        samples_per_s=job.batch_size / period_s if period_s > 0 else None,
+        memory_bytes=tuple(round(costs.memory_bytes(worker)) for worker in range(len(plan.devices))),
+    )

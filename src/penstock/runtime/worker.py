@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -14,18 +14,15 @@ import torch
 from torch import Tensor
 
 from penstock.remedy import Remedy
+from penstock.runtime.events import EventLog
 from penstock.runtime.mailbox import Edge, Mailbox
 from penstock.runtime.precision import LossScaler
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync
 from penstock.runtime.weights import Weights
 from penstock.schedule import Action, Kind, Schedule
-from penstock.trace import Event
 
 Clock = Callable[[], float]
-
-MOST_EVENTS = 200_000
-"""A worker keeps its newest events; a long run does not grow without bound."""
 
 
 class Feed(Protocol):
@@ -125,7 +122,7 @@ class Worker:
     scaler: LossScaler | None = None
     on_action: Callable[[Action], None] = lambda action: None
     """called after every action: progress, faults injected by tests"""
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
+    events: EventLog = field(default_factory=EventLog)
     busy_s: float = 0.0
 
     def run(self, segment: Segment) -> None:
@@ -217,8 +214,7 @@ class Worker:
             torch.cuda.synchronize(self.device)
         end_s = self.clock()
         first = segment.first_microbatch if action.of_microbatch else segment.first_round
-        numbered = Action(action.stage, action.kind, first + action.index)
-        self.events.append(Event(worker=self.rank, action=numbered, start_s=start_s, end_s=end_s))
+        self.events.add(action, first, start_s, end_s)
         if action.kind is not Kind.SYNC:
             self.busy_s += end_s - start_s
         return result

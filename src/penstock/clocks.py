@@ -1,0 +1,67 @@
+"""How the clocks of different machines compare, from messages sent to and fro: Cristian's method, with drift.
+
+    own clock     sent ───────────────────── back
+                      ╲                     ╱
+    the reference      ╲─────── read ──────╱
+
+When ``back`` is read here, the reference's ``read`` lies somewhere between ``sent`` and ``back``. Taken to be in the
+middle, it is off by half the round trip at most; so of many round trips the quickest tells most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTrip:
+    sent_s: float
+    """by the own clock"""
+    read_s: float
+    """by the reference, on the way"""
+    back_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.back_s - self.sent_s
+
+    @property
+    def middle_s(self) -> float:
+        return (self.sent_s + self.back_s) / 2
+
+    @property
+    def ahead_s(self) -> float:
+        """How far the reference is ahead of the own clock."""
+        return self.read_s - self.middle_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """What turns readings of a machine's clock into those of worker 0's."""
+
+    workers: tuple[int, ...]
+    """that read this clock"""
+    ahead_s: float = 0.0
+    """how far worker 0's clock is ahead of it at ``since_s``"""
+    since_s: float = 0.0
+    drift: float = 0.0
+    """seconds that worker 0's clock gains on it in a second"""
+    error_s: float = 0.0
+    """by how much aligned times may be off, at most, if both clocks run evenly"""
+
+    def to_reference(self, own_s: float) -> float:
+        return own_s + self.ahead_s + self.drift * (own_s - self.since_s)
+
+
+def align(workers: tuple[int, ...], at_start: Sequence[RoundTrip], at_end: Sequence[RoundTrip]) -> Alignment:
+    """From round trips before and after a run, the drift taken as even between the two."""
+    first, last = (min(trips, key=lambda trip: trip.seconds) for trips in (at_start, at_end))
+    between_s = last.middle_s - first.middle_s
+    return Alignment(
+        workers=workers,
+        ahead_s=first.ahead_s,
+        since_s=first.middle_s,
+        drift=(last.ahead_s - first.ahead_s) / between_s if between_s > 0 else 0.0,
+        error_s=max(first.seconds, last.seconds) / 2,
+    )

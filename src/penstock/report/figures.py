@@ -1,0 +1,161 @@
+"""The figures of a run as PNG files, for slides and papers. Needs matplotlib, which Penstock does without otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import FormatError
+from penstock.report.content import report_content
+from penstock.report.outcome import Outcome
+from penstock.report.stages import KIND_NAMES
+from penstock.report.svg import colours as page_colours
+from penstock.schedule import Kind
+from penstock.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DOTS_PER_INCH = 150
+WIDTH_IN = 9.0
+FIRST_MICROBATCHES = 12
+"""that the timeline shows from end to end"""
+
+
+def write_figures(directory: Path, outcome: Outcome) -> list[Path]:
+    """Every figure that the run has something to show in, by its name."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise FormatError("--png needs matplotlib, which is not installed; pip install 'penstock[figures]'") from None
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, height_in, draw in _figures(outcome):
+        with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+            figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DOTS_PER_INCH, layout="constrained")
+            draw(figure)
+            written.append(directory / f"{name}.png")
+            figure.savefig(written[-1])
+    return written
+
+
+Draw = Callable[[Any], None]
+
+
+def _figures(outcome: Outcome) -> Iterator[tuple[str, float, Draw]]:
+    """(name, height in inches, what draws it on a figure)"""
+    content, (colours, _) = report_content(outcome), page_colours()
+    rows_in = 0.22 * len(outcome.measured.workers)
+    yield "timeline", 1.6 + 2 * rows_in, lambda figure: _timeline(figure, outcome, colours)
+    yield "utilisation", 1.4 + rows_in, lambda figure: _utilisation(figure.subplots(), content, colours)
+    if content["loss"]["points"]:
+        yield "loss", 3.5, lambda figure: _loss(figure.subplots(), content["loss"], colours)
+    if content["evaluations"]:
+        yield "evaluations", 3.5, lambda figure: _evaluations(figure, content["evaluations"], colours)
+    course = content["course"]
+    if course is not None:
+        yield "throughput", 3.5, lambda figure: _throughput(figure.subplots(), course, colours)
+        if any(value is not None for values in course["memory_bytes"] for value in values):
+            names = outcome.measured.workers
+            yield "memory", 1.0 + 3 * rows_in, lambda figure: _memory(figure, course, names, colours)
+
+
+def _timeline(figure: Any, outcome: Outcome, colours: dict[str, str]) -> None:
+    """The first microbatches, measured above simulated, on one axis."""
+    upper, lower = figure.subplots(2, sharex=True)
+    traces = (outcome.beginning or outcome.measured, outcome.simulated)
+    starts = [min((event.start_s for event in trace.events), default=0.0) for trace in traces]
+    end_s = max(_end_of_first(trace) - start_s for trace, start_s in zip(traces, starts, strict=True))
+    for axes, trace, start_s in zip((upper, lower), traces, starts, strict=True):
+        for kind in Kind:
+            for odd in (0, 1):
+                bars = [
+                    (event.worker, event.start_s - start_s, event.end_s - event.start_s)
+                    for event in trace.events
+                    if event.action.kind is kind and event.action.index % 2 == odd and event.start_s - start_s < end_s
+                ]
+                if bars:
+                    rows, lefts, widths = zip(*bars, strict=True)
+                    colour, label = colours[f"--{kind.value}{'-odd' * odd}"], KIND_NAMES[kind] if not odd else None
+                    axes.barh(rows, widths, left=lefts, height=0.8, color=colour, label=label)
+        axes.set_yticks(range(len(trace.workers)), trace.workers)
+        axes.invert_yaxis()
+        axes.set_title(trace.origin, loc="left")
+    lower.set_xlim(0, end_s)
+    lower.set_xlabel("seconds")
+    handles, labels = upper.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside upper right", ncols=len(handles), frameon=False)
+
+
+def _end_of_first(trace: Trace) -> float:
+    first = [e.end_s for e in trace.events if e.action.of_microbatch and e.action.index < FIRST_MICROBATCHES]
+    return max(first or [event.end_s for event in trace.events], default=1.0)
+
+
+def _utilisation(axes: Axes, content: dict[str, Any], colours: dict[str, str]) -> None:
+    workers = content["comparison"]["workers"]
+    for at, which in ((-0.2, "measured"), (0.2, "predicted")):
+        rows = [worker + at for worker in range(len(workers))]
+        busy = [worker["utilisation"][which] for worker in workers]
+        syncing = [worker["syncing"][which] for worker in workers]
+        alpha = 1.0 if which == "measured" else 0.5
+        axes.barh(rows, busy, height=0.36, color=colours["--F"], label=f"computing, {which}", alpha=alpha)
+        if any(syncing):
+            axes.barh(
+                rows, syncing, left=busy, height=0.36, color=colours["--SYNC"], label=f"syncing, {which}", alpha=alpha
+            )
+    axes.set_yticks(range(len(workers)), [worker["name"] for worker in workers])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of the time; the rest is bubble")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
+
+
+def _loss(axes: Axes, loss: dict[str, Any], colours: dict[str, str]) -> None:
+    at = [min((i + 1) * loss["every"], loss["minibatches"]) for i in range(len(loss["points"]))]
+    axes.plot(at, _numbers(loss["points"]), color=colours["--F"], linewidth=1.2)
+    axes.set_xlabel("minibatch")
+    axes.set_ylabel("loss")
+
+
+def _evaluations(figure: Any, evaluations: list[dict[str, Any]], colours: dict[str, str]) -> None:
+    names = list(evaluations[0]["values"])
+    at = [each["steps"] for each in evaluations]
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        axes.plot(at, _numbers([each["values"].get(name) for each in evaluations]), "o-", color=colours["--F"])
+        axes.set_xlabel("minibatches trained")
+        axes.set_ylabel(name)
+
+
+def _throughput(axes: Axes, course: dict[str, Any], colours: dict[str, str]) -> None:
+    axes.plot(course["at_s"], course["samples_per_s"], color=colours["--F"], label="measured")
+    predicted = course["predicted"]["samples_per_s"]
+    if predicted is not None:
+        axes.axhline(predicted, color=colours["--ink"], linestyle="--", linewidth=1, label="predicted")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("samples per second")
+    axes.legend(frameon=False)
+
+
+def _memory(figure: Any, course: dict[str, Any], names: tuple[str, ...], colours: dict[str, str]) -> None:
+    """A strip for each worker, all to one scale."""
+    strips = figure.subplots(len(names), sharex=True, sharey=True, squeeze=False)[:, 0]
+    for worker, (axes, name) in enumerate(zip(strips, names, strict=True)):
+        held = [value / 1e6 for value in _numbers(course["memory_bytes"][worker])]
+        axes.fill_between(course["at_s"], held, color=colours["--F"], alpha=0.4, linewidth=0)
+        axes.plot(course["at_s"], held, color=colours["--F"], linewidth=1)
+        axes.axhline(
+            course["predicted"]["memory_bytes"][worker] / 1e6, color=colours["--ink"], linestyle="--", linewidth=1
+        )
+        axes.set_ylabel(name, rotation=0, ha="right", va="center")
+    strips[0].set_ylim(bottom=0)
+    strips[0].set_title("MB; dashed: predicted peak", loc="left")
+    strips[-1].set_xlabel("seconds")
+
+
+def _numbers(values: list[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
