@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 from penstock.bench.growth import chain_profile, peak_bytes
-from penstock.bench.rows import Findings, Row, at_most
+from penstock.bench.rows import Column, Findings
 from penstock.cluster import parse_cluster
 from penstock.plan import Plan, Prediction, Stage
 from penstock.report.chart import Line, Panel, chart_svg
 from penstock.simulate import play
+from penstock.units import show_bytes
 
 WORKERS = 1024
 MICROBATCHES = (125, 250, 500, 1000)
@@ -42,28 +44,49 @@ class Point:
     peak_bytes: int
     """of the whole process"""
 
+    COLUMNS: ClassVar[tuple[Column, ...]] = (
+        Column("schedule"),
+        *(Column(title, right=True) for title in ("microbatches", "actions", "CPU", "us per action", "peak memory")),
+        Column("met"),
+    )
+    CAPTION: ClassVar[str] = (
+        f"{WORKERS:,} workers; microbatches on each worker; above {LARGE:,} actions at most {LARGE_CPU_S:g} s and "
+        f"{LARGE_PEAK_BYTES / 1e9:g} GB"
+    )
+
+    @property
+    def met(self) -> bool | None:
+        if self.actions <= LARGE:
+            return None
+        return self.cpu_s <= LARGE_CPU_S and self.peak_bytes <= LARGE_PEAK_BYTES
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (
+            f"{self.shape}, {SHAPES[self.shape]}",
+            f"{self.microbatches:,}",
+            f"{self.actions:,}",
+            f"{self.cpu_s:.1f} s",
+            f"{self.cpu_s / self.actions * 1e6:.1f}",
+            show_bytes(self.peak_bytes),
+            "-" if self.met is None else ("yes" if self.met else "NO"),
+        )
+
+    @property
+    def footnote(self) -> str:
+        return ""
+
 
 def run() -> Findings:
     points = []
     for shape in SHAPES:
         sys.stderr.write(f"bench simulator-scale: {shape}, {SHAPES[shape]}\n")
         points += [in_a_process(shape, microbatches) for microbatches in MICROBATCHES]
-    return Findings(rows_of(points), scale_svg(points))
-
-
-def rows_of(points: Sequence[Point]) -> list[Row]:
-    rows = []
-    for point in points:
-        case = f"{point.shape}, {point.microbatches:,} microbatches on each worker, {point.actions:,} actions"
-        large = point.actions > LARGE
-        rows.append(at_most(case, "CPU seconds", point.cpu_s, LARGE_CPU_S if large else None))
-        rows.append(at_most(case, "us per action", point.cpu_s / point.actions * 1e6))
-        rows.append(at_most(case, "peak bytes", point.peak_bytes, LARGE_PEAK_BYTES if large else None))
-    return rows
+    return Findings(points, scale_svg(points))
 
 
 def scale_svg(points: Sequence[Point]) -> str:
-    """CPU seconds and peak memory against actions; with both axes in powers, what is linear rises by one for one."""
+    """CPU seconds and peak memory against actions."""
 
     def lines(y: str, unit: float) -> tuple[Line, ...]:
         shapes = dict.fromkeys(point.shape for point in points)
