@@ -420,7 +420,7 @@ def watch(run: RunArgument, as_json: Json = False) -> None:
 @app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
 def bench(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="accuracy, planner, profile, runtime or table1 (PipeDream's)")
+        str, typer.Argument(metavar="NAME", help="accuracy, planner, profile, runtime, table1 (PipeDream's) or trace")
     ],
     svg: Annotated[Path | None, typer.Option(help="where to draw what was found, with accuracy and planner")] = None,
     as_json: Json = False,
