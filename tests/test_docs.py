@@ -28,11 +28,15 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 @pytest.mark.processes
-def test_the_readmes_job_and_commands_work(tmp_path: Path) -> None:
+def test_the_readmes_job_and_commands_and_those_of_reports_work(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks(README, "python")[0])
-    commands = re.findall(r"^\$ (penstock .*?)(?:\s+#.*)?$", "\n".join(blocks(README, "console")), flags=re.MULTILINE)
-    assert len(commands) == 7
-    for command in commands:
+    reports = (ROOT / "docs" / "reports.md").read_text()
+    commands, others = (
+        re.findall(r"^\$ (penstock .*?)(?:\s+#.*)?$", "\n".join(blocks(text, "console")), flags=re.MULTILINE)
+        for text in (README, reports)
+    )
+    assert (len(commands), len(others)) == (7, 4)
+    for command in [*commands, *others]:
         arguments = command.split()[1:]
         result = subprocess.run(
             [sys.executable, "-m", "penstock", *arguments],
@@ -44,6 +48,8 @@ def test_the_readmes_job_and_commands_work(tmp_path: Path) -> None:
         )
         assert result.returncode == 0, (command, result.stderr)
     assert (tmp_path / "penstock-runs" / "latest" / "report.html").exists()
+    assert (tmp_path / "run.pftrace").exists()
+    assert (tmp_path / "figures" / "timeline.png").exists()
 
 
 def test_the_cluster_file_of_the_docs_and_the_example_load(tmp_path: Path) -> None:

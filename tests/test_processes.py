@@ -100,6 +100,14 @@ def test_train_leaves_trace_result_checkpoint_and_report(tmp_path: Path) -> None
     forwards = [e.action for e in trace.events if e.action.kind is Kind.FORWARD]
     assert len(forwards) == len(set(forwards)) == 2 * 12  # every microbatch of both epochs, once at each stage
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step-{steps:08d}" for steps in (4, 8, 12)]
+    assert [clock.workers for clock in result.clocks] == [(0, 1, 2)]
+    record = run.record()
+    assert record.end == "finished"
+    assert [mark.minibatch for mark in record.marks if mark.kind == "checkpoint"] == [4, 8, 12]
+    assert record.start is not None
+    assert (record.start.samples, record.start.minibatches) == (46, 12)
+    assert record.moments[-1].samples == 46
+    assert not run.beginning.exists()
 
 
 def test_a_compressed_plan_is_verified_by_its_own_tolerance_and_a_run_says_what_was_lost(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ MODULES = {
     "simulator": "simulator",
     "simulator-scale": "scale",
     "table1": "table1",
+    "trace": "trace",
 }
 """Each has a function ``run``; they are imported when asked for, as some need torch."""
 DRAWN = ("accuracy", "network", "planner", "simulator-scale")
