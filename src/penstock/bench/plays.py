@@ -1,4 +1,4 @@
-"""One of the workers of ``penstock bench simulator``: profiles a job beside the others, or runs plans by turns."""
+"""One of the workers of ``penstock bench simulator``: measures a job or the links, or runs plans by turns."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from penstock.bench.jobs import bench_job, bench_profile
 from penstock.bench.pair import by_turns, run_together
 from penstock.plan import Plan
 from penstock.runtime.links import make_links, talking_pairs
+from penstock.runtime.survey import survey_cluster
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import join_workers, worker_process
 
@@ -31,6 +32,13 @@ def profile(case: str, directory: Path) -> None:
         if dist.get_rank() == 0:
             codec.save(found, directory / "profile.json")
         dist.barrier()
+
+
+def cluster(case: str, directory: Path) -> None:
+    """The links of this machine."""
+    found = survey_cluster(TIMEOUT_S, lambda done, total, what: None)
+    if found is not None:
+        codec.save(found.cluster, directory / "cluster.json")
 
 
 def run(case: str, directory: Path) -> None:
@@ -55,4 +63,4 @@ def run(case: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"profile": profile, "run": run}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
+    {"profile": profile, "cluster": cluster, "run": run}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

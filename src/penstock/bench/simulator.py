@@ -21,7 +21,7 @@ from penstock.bench.hosts import make_hosts, why_not
 from penstock.bench.network import measured_cluster
 from penstock.bench.rows import Column, Findings
 from penstock.bench.why import config_of
-from penstock.cluster import Cluster, load_cluster
+from penstock.cluster import Cluster
 from penstock.plan import Plan
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
@@ -86,11 +86,13 @@ def run() -> Findings:
 
 def _of_model(case: str) -> Iterator[SimulatorRow]:
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        _say(f"{case}: profile")
-        launch_workers(["-m", "penstock.bench.plays", "profile", case, name], CORES, threads=1)
-        profile = codec.load(Profile, directory / "profile.json")
-    link = _local_link()
+        _say(f"{case}: profile and links")
+        for what in ("profile", "cluster"):
+            _run_here(CORES, ["-m", "penstock.bench.plays", what, case, name])
+        profile, link = (
+            codec.load(Profile, Path(name) / "profile.json"),
+            codec.load(Cluster, Path(name) / "cluster.json"),
+        )
     for replicas, schedules in LOCAL:
         workers = sum(replicas)
         cluster = Cluster(
@@ -110,13 +112,6 @@ def _of_model(case: str) -> Iterator[SimulatorRow]:
                 hosts.run_workers(arguments, timeout_s=TIMEOUT_S)
 
             yield from _compared(case, f"{8e-6 * SLOW_BYTES_PER_S:.0f} Mbit/s", profile, cluster, SHAPED, run_there)
-
-
-def _local_link() -> Cluster:
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "cluster.toml"
-        launch_workers(["-m", "penstock", "cluster", "measure", "--output", str(path), "--json"], CORES, threads=1)
-        return load_cluster(path)
 
 
 def _run_here(workers: int, arguments: Sequence[str]) -> None:
