@@ -125,25 +125,29 @@ def _comparison_table(base: Simulation, others: Sequence[Named]) -> RenderableTy
 
 
 def sweep_table(outcomes: Sequence[Outcome]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, title="fastest first")
-    for column in ("source", "schedule", "cluster", "replicas"):
-        table.add_column(column, overflow="fold")
-    for column in ("micro-\nbatches", "samples/s", "bubble", "peak memory"):
-        table.add_column(column, justify="right")
-    table.add_column("bottleneck")
+    """What all combinations have in common stands above the table."""
+    parts = {part: [getattr(each.case, part) for each in outcomes] for part in ("source", "cluster", "schedule")}
+    same = [names[0] for part, names in parts.items() if len(set(names)) == 1]
+    different = [part for part in parts if len(set(parts[part])) > 1]
+    table = Table(box=box.SIMPLE_HEAD, title=", ".join([*same, "fastest first"]), padding=(0, 1, 0, 0))
+    for part in different:
+        table.add_column(part, overflow="fold", no_wrap=part == "schedule")
+    table.add_column("replicas", overflow="fold")
+    for column in ("micro-\nbatches", "samples/s", "bubble", "peak\nmemory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("bottleneck", no_wrap=True)
     for outcome in outcomes:
-        case = outcome.case
-        numbers = ["-"] * 5
+        cells = ["-"] * 5 + ["cannot be"]
         if outcome.possible:
-            numbers = [
+            cells = [
                 "-".join(map(str, outcome.replicas)),
                 str(outcome.microbatches),
                 f"{outcome.samples_per_s:.1f}",
                 f"{outcome.bubble:.0%}",
                 show_bytes(outcome.peak_memory_bytes),
+                outcome.limit,
             ]
-        limit = outcome.limit if outcome.possible else "cannot be"
-        table.add_row(case.source, case.schedule, case.cluster, *numbers, limit)
+        table.add_row(*(getattr(outcome.case, part) for part in different), *cells)
     return Group(table, *(Text(f"- {each.case}: {each.text}") for each in outcomes if not each.possible))
 
 
