@@ -278,6 +278,35 @@ def simulate(
     _answer(answer, as_json, lambda: shown.simulation_table(loaded, trace), note)
 
 
+@app.command(epilog="Examples: penstock emulate plan.json; penstock emulate plan.json --minibatches 200 --dilation 5")
+def emulate(
+    plan: PlanFile,
+    minibatches: Annotated[int, typer.Option(min=1, help="how many to run")] = 50,
+    dilation: Annotated[
+        float | None, typer.Option(help="real seconds for each emulated one; chosen by default, for accuracy")
+    ] = None,
+    run: Annotated[Path, typer.Option("--run-dir", help="directory for trace and report")] = Path(
+        "penstock-runs/emulated"
+    ),
+    timeout: Timeout = 300.0,
+    as_json: Json = False,
+) -> None:
+    """Run a plan on devices that are not here: its workers exchange real messages, computing is a timed wait."""
+    from penstock.runtime.emulate import emulate as run_emulated
+
+    directory, loaded = RunDirectory(run), codec.load(Plan, plan)
+    found = run_emulated(loaded, minibatches, dilation=dilation, timeout_s=timeout)
+    codec.save(loaded, directory.plan)
+    codec.save(found.trace, directory.trace)
+    codec.save(found.result, directory.result)
+    comparison = write_report_of(directory)
+    note = (
+        f"an emulated second took {found.dilation:.3g}, tensors were 1/{found.shrink:.3g} of their size\n"
+        f"report {directory.report}"
+    )
+    _answer(found.result, as_json, lambda: shown.run_table(loaded, found.trace, comparison, found.result), note)
+
+
 @app.command(
     epilog="Examples: penstock train train.py plan.json; penstock train train.py --cluster local:2; "
     "penstock train train.py other-plan.json --resume penstock-runs/latest/checkpoints/step-00000500; "
@@ -377,7 +406,10 @@ def report(
     _answer(answer, as_json, table, f"report {directory.report}")
 
 
-@app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
+@app.command(
+    epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg; "
+    "penstock bench table1 --emulate"
+)
 def bench(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="accuracy, network, planner, profile, runtime or table1 (PipeDream's)")
@@ -392,7 +424,7 @@ def bench(
 
     if svg is not None and name not in DRAWN:
         raise FormatError(f"bench {name} has no drawing; --svg goes with bench {', '.join(DRAWN)}")
-    found = run_benchmark(name)
+    found = run_benchmark(name, emulate=emulate)
     if svg is not None and found.svg is not None:
         codec.write_text(found.svg, svg)
     note = f"drawing written to {svg}" if svg else ""
@@ -448,7 +480,7 @@ def write_report_of(directory: RunDirectory) -> Trace:
     from penstock.simulate import simulate as play
 
     plan, trace, result = directory.load()
-    minibatches = min(200, max(1, len(result.losses)))
+    minibatches = min(200, max(1, result.samples // plan.profile.batch_size))
     simulated = play(plan, minibatches)
     write_report(directory.report, plan=plan, measured=trace, simulated=simulated, result=result)
     return simulated
