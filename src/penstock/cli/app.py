@@ -417,6 +417,9 @@ def bench(
     svg: Annotated[
         Path | None, typer.Option(help="where to draw what was found, with accuracy, network and planner")
     ] = None,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="with table1: run its plans for 16 GPUs on emulated devices")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure Penstock on this machine, beside its peers; or set its plans beside published ones."""
