@@ -37,6 +37,7 @@ OPTIONS = {
     "export": ["SOURCE", "--format", "--output"],
     "show": ["FILE", "--svg", "--json"],
     "simulate": ["PLAN", "--cluster", "--what-if", "--minibatches", "--output", "--json"],
+    "emulate": ["PLAN", "--minibatches", "--dilation", "--run-dir", "--timeout", "--json"],
     "sweep": ["FILE...", "--cluster", "--schedule", "--minibatches", "--svg", "--json"],
     "train": [
         *("JOB", "PLAN", "--cluster", "--run-dir", "--resume", "--init"),
@@ -45,7 +46,7 @@ OPTIONS = {
     "verify": ["JOB", "PLAN", "--timeout", "--json"],
     "report": ["RUN", "--perfetto", "--png", "--json"],
     "watch": ["RUN", "--json"],
-    "bench": ["NAME", "--svg", "--json"],
+    "bench": ["NAME", "--svg", "--emulate", "--json"],
     "demo": ["--run-dir"],
     "cluster measure": ["--workers", "--output", "--timeout", "--json"],
 }
@@ -277,6 +278,7 @@ WRONG = {
     ),
     "an unknown cost model": (["plan", "profile.json", "--cluster", "local:2", "--cost", "x"], "--cost x"),
     "no such benchmark": (["bench", "x"], "benchmark 'x' is unknown"),
+    "a benchmark without plans to emulate": (["bench", "runtime", "--emulate"], "bench runtime has nothing to emulate"),
     "a benchmark without a drawing": (["bench", "runtime", "--svg", "x.svg"], "bench runtime has no drawing"),
     "a plan for another model": (["verify", "job.py", "plan.json"], "the plan is for minibatches of 8 samples"),
     "training on a plan for inference": (

@@ -21,10 +21,15 @@ MODULES = {
 """Each has a function ``run``; they are imported when asked for, as some need torch."""
 DRAWN = ("accuracy", "network", "planner", "simulator-scale")
 """Those whose findings have a drawing."""
+EMULATED = "table1"
+"""The one whose plans can be run on emulated devices."""
 
 
-def run_benchmark(name: str) -> Findings:
+def run_benchmark(name: str, *, emulate: bool = False) -> Findings:
+    """``emulate`` runs what is otherwise only planned, on emulated devices."""
     if name not in MODULES:
         raise JobError(f"benchmark {name!r} is unknown; choose one of {', '.join(MODULES)}")
-    found: Findings = import_module(f"penstock.bench.{MODULES[name]}").run()
+    if emulate and name != EMULATED:
+        raise JobError(f"bench {name} has nothing to emulate; --emulate goes with bench {EMULATED}")
+    found: Findings = import_module(f"penstock.bench.{'emulated' if emulate else MODULES[name]}").run()
     return found

@@ -73,13 +73,17 @@ class ComparedRow:
 
 
 def run() -> Findings:
+    return Findings(list(_rows(profiles_directory())))
+
+
+def profiles_directory() -> Path:
     reference = pipedream_reference()
     if reference is None:
         raise JobError(
             f"{VARIABLE} names no directory with pipedream/profiles; Table 1 is planned from PipeDream's own profiles: "
             f"set it to a directory with pipedream/profiles/vgg16/graph.txt and so on"
         )
-    return Findings(list(_rows(reference / "profiles")))
+    return reference / "profiles"
 
 
 def _rows(profiles: Path) -> Iterator[ComparedRow]:

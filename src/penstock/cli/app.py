@@ -353,6 +353,37 @@ def read_profile_or_plan(file: Path) -> Profile | Plan:
     return codec.loads(Plan, text, str(file)) if f'"{Plan.FORMAT}"' in text[:100] else read_profile(file)
 
 
+@app.command(epilog="Examples: penstock emulate plan.json; penstock emulate plan.json --minibatches 200 --dilation 5")
+def emulate(
+    plan: PlanFile,
+    minibatches: Annotated[int, typer.Option(min=1, help="how many to run")] = 50,
+    dilation: Annotated[
+        float | None, typer.Option(help="real seconds for each emulated one; chosen by default, for accuracy")
+    ] = None,
+    run: Annotated[Path, typer.Option("--run-dir", help="directory for trace and report")] = Path(
+        "penstock-runs/emulated"
+    ),
+    timeout: Timeout = 300.0,
+    as_json: Json = False,
+) -> None:
+    """Run a plan on devices that are not here: its workers exchange real messages, computing is a timed wait."""
+    from penstock.runtime.emulate import emulate as run_emulated
+
+    directory, loaded = RunDirectory(run), codec.load(Plan, plan)
+    found = run_emulated(loaded, minibatches, dilation=dilation, timeout_s=timeout)
+    codec.save(loaded, directory.plan)
+    codec.save(found.trace, directory.trace)
+    codec.save(found.result, directory.result)
+    compared = write_report_of(directory)
+    note = (
+        f"an emulated second took {found.dilation:.3g}, tensors were 1/{found.shrink:.3g} of their size\n"
+        f"report {directory.report}"
+    )
+    _answer(
+        found.result, as_json, partial(shown.run_table, loaded, found.trace, compared.simulated, found.result), note
+    )
+
+
 @app.command(
     epilog="Examples: penstock train train.py plan.json; penstock train train.py --cluster local:2; "
     "penstock train train.py other-plan.json --resume penstock-runs/latest/checkpoints/step-00000500; "
@@ -489,17 +520,23 @@ def watch(run: RunArgument, as_json: Json = False) -> None:
         watching.follow(directory, shown.plain_console())
 
 
-@app.command(epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg")
+@app.command(
+    epilog="Examples: penstock bench runtime --json; penstock bench planner --svg growth.svg; "
+    "penstock bench table1 --emulate"
+)
 def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"{', '.join(MODULES)}; table1 is PipeDream's")],
     svg: Annotated[Path | None, typer.Option(help=f"where to draw what was found, with {', '.join(DRAWN)}")] = None,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="with table1: run its plans for 16 GPUs on emulated devices")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure Penstock on this machine, beside its peers; or set its plans beside published ones."""
 
     if svg is not None and name not in DRAWN:
         raise FormatError(f"bench {name} has no drawing; --svg goes with bench {', '.join(DRAWN)}")
-    found = run_benchmark(name)
+    found = run_benchmark(name, emulate=emulate)
     if svg is not None and found.svg is not None:
         codec.write_text(found.svg, svg)
     note = f"drawing written to {svg}" if svg else ""

@@ -1,0 +1,201 @@
+"""Workers whose computing is a timed wait. All else is the runtime's own: worker, mailbox, weights and their versions,
+sync, and tensors that really travel.
+
+Emulated seconds pass ``dilation`` times as slowly as real ones, so that what the real work costs is small beside what
+is waited for. Tensors are ``shrink`` times smaller than those they stand for, and paced by their true sizes: to copy
+the weights of sixteen GPUs through one machine's memory would take longer than the GPUs do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.graph import Value
+from penstock.runtime.emulated_network import EmulatedNetwork, Transfer, Way
+from penstock.runtime.split import Section
+from penstock.runtime.stage import StageModule
+from penstock.runtime.transport import Channel, Pending, Transport
+from penstock.runtime.weights import Version, Weights
+from penstock.schedule import Kind
+
+
+class DilatedClock:
+    """Seconds since it was made, each of which takes ``dilation`` real ones."""
+
+    def __init__(self, dilation: float) -> None:
+        self.dilation = dilation
+        self._start_s = time.perf_counter()
+
+    def __call__(self) -> float:
+        return (time.perf_counter() - self._start_s) / self.dilation
+
+    def sleep_until(self, moment_s: float) -> None:
+        while (left_s := moment_s - self()) > 0:
+            time.sleep(left_s * self.dilation)
+
+    @contextmanager
+    def lasting(self, seconds: float) -> Iterator[None]:
+        """What is done inside takes so long in all, unless it takes longer by itself."""
+        end_s = self() + seconds
+        yield
+        self.sleep_until(end_s)
+
+
+def shrunk(num_bytes: float, shrink: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor that stands for so many bytes."""
+    return torch.zeros(max(1, round(num_bytes / shrink / dtype.itemsize)), dtype=dtype)
+
+
+def value_tensor(value: Value, scale: float, shrink: float) -> Tensor:
+    """For a value of ``scale`` times the samples that were profiled."""
+    dtype = torch.float32 if value.is_float32 or not value.dtype else getattr(torch, value.dtype)
+    return shrunk(value.num_bytes * scale, shrink, dtype).requires_grad_(value.differentiable)
+
+
+class EmulatedWeights(Weights):
+    """Real ones, of which an update takes the profile's seconds."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], update_s: float, clock: DilatedClock) -> None:
+        super().__init__(parameters, lambda named: torch.optim.SGD(named, lr=0.0))
+        self._update_s, self._clock = update_s, clock
+
+    def step(self, count: int = 0, *, keep: bool = False, rate: float = 1.0) -> None:
+        with self._clock.lasting(self._update_s):
+            super().step(count, keep=keep, rate=rate)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    version: Version
+    received: Mapping[str, Tensor]
+    round_number: int | None = None
+
+
+class EmulatedStage(StageModule):
+    """Holds versions of weights and microbatches in flight as any stage does, and makes tensors of the right sizes."""
+
+    def __init__(
+        self,
+        weights: EmulatedWeights,
+        seconds: Mapping[Kind, float],
+        *,
+        makes: Mapping[str, Tensor],
+        clock: DilatedClock,
+    ) -> None:
+        section = Section(
+            module=fx.GraphModule(nn.Module(), fx.Graph()),
+            reads=(),
+            receives=(),
+            sends=tuple(makes),
+            makes_output=False,
+            parameters=weights.parameters,
+            local_names={},
+            buffers={},
+        )
+        super().__init__(section, weights, lambda output, target: torch.zeros(()))
+        self._seconds, self._makes, self._clock = seconds, makes, clock
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._kept)
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Sequence[Any],
+        received: Mapping[str, Tensor],
+        target: Any,
+        version_number: int | None = None,
+        staleness: int = 0,
+    ) -> dict[str, Tensor]:
+        with self._clock.lasting(self._seconds[Kind.FORWARD]):
+            self._kept[microbatch] = _Kept(self.weights.acquire(version_number, staleness), received)
+            return dict(self._makes)
+
+    def backward_input(
+        self,
+        microbatch: int,
+        gradients: Mapping[str, list[Tensor | None]],
+        *,
+        loss_weight: float,
+        scale: float,
+        round_number: int | None = None,
+    ) -> dict[str, Tensor | None]:
+        with self._clock.lasting(self._seconds[Kind.INPUT]):
+            kept = self._kept[microbatch]
+            self._kept[microbatch] = _Kept(kept.version, {}, round_number)
+            return {
+                name: torch.zeros_like(value) if value.requires_grad else None for name, value in kept.received.items()
+            }
+
+    def backward_weight(self, microbatch: int) -> None:
+        with self._clock.lasting(self._seconds[Kind.WEIGHT]):
+            kept = self._kept.pop(microbatch)
+            self.weights.backward(kept.version, lambda: _make_gradients(kept.version), 1.0, kept.round_number)
+            self.weights.finish(kept.version, kept.round_number)
+
+
+def _make_gradients(version: Version) -> None:
+    """As a backward leaves them: added to what is there."""
+    for leaf in version.leaves.values():
+        if leaf.grad is None:
+            leaf.grad = torch.zeros_like(leaf)
+
+
+class EmulatedTransport:
+    """Carries real messages by another transport, and hands them over when the cluster's network would have."""
+
+    def __init__(
+        self, inner: Transport, devices: Sequence[int], network: EmulatedNetwork, shrink: float, clock: DilatedClock
+    ) -> None:
+        """``devices`` has the device of each worker."""
+        self.rank, self._inner, self._devices = inner.rank, inner, devices
+        self._network, self._shrink, self._clock = network, shrink, clock
+        self._calls: dict[tuple[int, ...], int] = defaultdict(int)
+
+    def send(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        peer, direction = channel
+        ends = self._devices[self.rank], self._devices[peer]
+        self._network.send((self.rank, peer, direction), number, ends, tensor.nbytes * self._shrink)
+        return self._inner.send(tensor, channel, number)
+
+    def receive(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        peer, direction = channel
+        return _Paced(self._inner.receive(tensor, channel, number), self, (peer, self.rank, direction), number)
+
+    def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        self._inner.all_reduce(tensor, workers, timeout_s)
+        devices = [self._devices[worker] for worker in workers]
+        call, self._calls[workers] = self._calls[workers], self._calls[workers] + 1
+        self.see_in(self._network.ring(workers, call, devices, tensor.nbytes * self._shrink))
+
+    def claim(self, way: Way, number: int) -> None:
+        self.see_in(self._network.claim(way, number))
+
+    def see_in(self, transfer: Transfer) -> None:
+        while (there_s := self._network.there_s(transfer)) > self._clock():
+            self._clock.sleep_until(there_s)
+
+
+@dataclass
+class _Paced:
+    inner: Pending
+    transport: EmulatedTransport
+    way: Way
+    number: int
+    over: bool = False
+
+    def wait(self, timeout_s: float) -> None:
+        if not self.over:
+            self.inner.wait(timeout_s)
+            self.transport.claim(self.way, self.number)
+            self.over = True
