@@ -13,14 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from builders import chain_profile
-from penstock.bench import growth, run_benchmark, scale
+from penstock.bench import growth, hosts, run_benchmark, scale
+from penstock.bench.network import NetworkRow, network_row, network_svg
 from penstock.bench.published import CLUSTERS, PROFILES, TABLE_1, Measured, Published
 from penstock.bench.rows import Row, at_least, at_most
 from penstock.bench.table1 import as_run, compare, compare_with
 from penstock.bench.why import Compared, _all_reduce_slower, _seconds_with, config_of, why
 from penstock.cli.app import app
 from penstock.cli.show import bench_table, print_table
-from penstock.errors import JobError
+from penstock.errors import ClusterError, JobError
 from penstock.formats import read_profile
 from penstock.formats.pipedream_graph import graph_text
 from penstock.profile import Profile
@@ -258,3 +259,40 @@ def test_the_simulator_plays_each_shape_and_its_growth_is_drawn(shape: str) -> N
     assert [(point.cells[1], point.met) for point in points] == [("8", None), ("16", None)]
     assert replace(points[1], actions=5_000_000, cpu_s=61.0).met is False
     assert "million actions" in scale.scale_svg(points)
+
+
+def network_at(rate: str, penstock: float, *, slow: bool) -> NetworkRow:
+    median = {"torch data parallel": 10.0, "torch 1f1b 2": 40.0, "torch 1f1b 4": 30.0, "1f1b 2": 41.0, "1f1b 4": 45.0}
+    return network_row(
+        rate=rate, slow=slow, measured_bytes_per_s=25e6, plan="1-1 pipedream", median={**median, "penstock": penstock}
+    )
+
+
+def test_a_network_row_takes_the_better_microbatching_and_asks_more_of_a_slow_network() -> None:
+    row = network_at("200 Mbit/s", 52.0, slow=True)
+    assert (row.torch_pipeline, row.synchronous) == (40.0, 45.0)
+    assert (row.to_best_peer, row.to_data_parallel) == (1.3, 5.2)
+    assert not row.met
+    assert network_at("200 Mbit/s", 53.0, slow=True).met
+    assert network_at("1 Gbit/s", 41.0, slow=False).met
+    assert not network_at("1 Gbit/s", 39.0, slow=False).met
+    assert row.cells == (
+        *("200 Mbit/s\n(200 Mbit/s)", "10.0", "40.0", "45.0", "52.0", "1-1 pipedream", "1.30", "5.20", "NO"),
+    )
+
+
+def test_the_drawing_of_networks_has_a_line_for_each_contender() -> None:
+    drawing = ElementTree.fromstring(network_svg([network_at("200 Mbit/s", 53.0, slow=True)]))
+    names = {text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"Penstock", "torch 1F1B", "DDP"} <= names
+
+
+def test_a_benchmark_of_networks_says_why_it_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+    with pytest.raises(ClusterError, match="test hosts need root"):
+        run_benchmark("network")
+    monkeypatch.undo()
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(hosts.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    with pytest.raises(ClusterError, match="test hosts need tc; install iproute2"):
+        run_benchmark("network")

@@ -13,6 +13,7 @@ from penstock.units import (
     parse_bytes,
     parse_bytes_per_s,
     parse_seconds,
+    show_bits_per_s,
     show_bytes,
     show_numbers,
     show_seconds,
@@ -134,3 +135,9 @@ def test_a_size_written_is_never_more_than_it_was_and_writes_again_as_the_same(n
 def test_durations_and_rates_written_read_back_to_three_digits(seconds: float, bytes_per_s: float) -> None:
     assert parse_seconds(write_seconds(seconds)) == pytest.approx(seconds, rel=5.1e-3)
     assert parse_bytes_per_s(write_bytes_per_s(bytes_per_s)) == pytest.approx(bytes_per_s, rel=5.1e-3)
+
+
+def test_networks_are_shown_as_they_are_sold() -> None:
+    assert [show_bits_per_s(rate) for rate in (12.5e6, 25.4e6, 125e6, 1.7e9)] == [
+        *("100 Mbit/s", "203 Mbit/s", "1 Gbit/s", "13.6 Gbit/s"),
+    ]
