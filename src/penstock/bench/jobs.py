@@ -63,13 +63,14 @@ def bench_job(name: str) -> Job:
     return build_job(JOBS[name], name)
 
 
-def bench_profile(job: Job, *, repeats: int) -> Profile:
-    """A job's profile as one CPU worker of one thread sees it; call it with such a share of the machine."""
+def bench_profile(job: Job, *, repeats: int, microbatches: int = 1) -> Profile:
+    """A job's profile as one CPU worker of one thread sees it, with so many microbatches to a minibatch; call it with
+    such a share of the machine."""
     return profile_job(
         job,
         clock=time.perf_counter,
         device=torch.device("cpu"),
-        microbatch_size=job.batch_size,
+        microbatch_size=job.batch_size // microbatches,
         threads=1,
         repeats=repeats,
         progress=lambda done, total: None,

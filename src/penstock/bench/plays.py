@@ -19,18 +19,22 @@ from penstock.runtime.survey import survey_cluster
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import join_workers, worker_process
 
+MICROBATCHES = 4
+"""to a minibatch, under synchronous schedules"""
 ROUNDS = 3
 REPEATS = 10
 TIMEOUT_S = 120.0
 
 
 def profile(case: str, directory: Path) -> None:
-    """As training finds the machine: all cores at work, which share caches and the way to memory."""
+    """As training finds the machine: all cores at work, which share caches and the way to memory. One for each number of
+    microbatches, since small ones use large layers badly."""
     with join_workers(1, TIMEOUT_S):
-        dist.barrier()
-        found = bench_profile(bench_job(case), repeats=REPEATS)
-        if dist.get_rank() == 0:
-            codec.save(found, directory / "profile.json")
+        for microbatches in (1, MICROBATCHES):
+            dist.barrier()
+            found = bench_profile(bench_job(case), repeats=REPEATS, microbatches=microbatches)
+            if dist.get_rank() == 0:
+                codec.save(found, directory / f"profile {microbatches}.json")
         dist.barrier()
 
 
