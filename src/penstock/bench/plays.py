@@ -27,7 +27,7 @@ TIMEOUT_S = 120.0
 
 
 def profile(case: str, directory: Path) -> None:
-    """As training finds the machine: all cores at work, which share caches and the way to memory. One for each number of
+    """As training finds the machine: all cores at work, which share caches and the way to memory. One for each count of
     microbatches, since small ones use large layers badly."""
     with join_workers(1, TIMEOUT_S):
         for microbatches in (1, MICROBATCHES):

@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +19,7 @@ from typing import ClassVar
 from penstock import codec
 from penstock.bench.hosts import make_hosts, why_not
 from penstock.bench.network import measured_cluster
+from penstock.bench.plays import MICROBATCHES
 from penstock.bench.rows import Column, Findings
 from penstock.bench.why import config_of
 from penstock.cluster import Cluster
@@ -30,7 +31,6 @@ from penstock.simulate import simulate
 
 CASES = ("vgg", "transformer")
 CORES = 2
-MICROBATCHES = 4
 SLOW_BYTES_PER_S = 400e6 / 8
 LOCAL = (
     ((1, 1), ("pipedream", "1f1b", "gpipe", "zb-h1")),
@@ -89,10 +89,8 @@ def _of_model(case: str) -> Iterator[SimulatorRow]:
         _say(f"{case}: profile and links")
         for what in ("profile", "cluster"):
             _run_here(CORES, ["-m", "penstock.bench.plays", what, case, name])
-        profile, link = (
-            codec.load(Profile, Path(name) / "profile.json"),
-            codec.load(Cluster, Path(name) / "cluster.json"),
-        )
+        profiles = {count: codec.load(Profile, Path(name) / f"profile {count}.json") for count in (1, MICROBATCHES)}
+        link = codec.load(Cluster, Path(name) / "cluster.json")
     for replicas, schedules in LOCAL:
         workers = sum(replicas)
         cluster = Cluster(
@@ -101,7 +99,7 @@ def _of_model(case: str) -> Iterator[SimulatorRow]:
             levels=(replace(link.levels[0], size=workers),),
             cores=CORES,
         )
-        yield from _compared(case, "loopback", profile, cluster, [(replicas, schedules)], _run_here)
+        yield from _compared(case, "loopback", profiles, cluster, [(replicas, schedules)], _run_here)
     if why_not() is None:
         with make_hosts(CORES) as hosts:
             hosts.set_rate(SLOW_BYTES_PER_S)
@@ -111,7 +109,7 @@ def _of_model(case: str) -> Iterator[SimulatorRow]:
             def run_there(workers: int, arguments: Sequence[str]) -> None:
                 hosts.run_workers(arguments, timeout_s=TIMEOUT_S)
 
-            yield from _compared(case, f"{8e-6 * SLOW_BYTES_PER_S:.0f} Mbit/s", profile, cluster, SHAPED, run_there)
+            yield from _compared(case, f"{8e-6 * SLOW_BYTES_PER_S:.0f} Mbit/s", profiles, cluster, SHAPED, run_there)
 
 
 def _run_here(workers: int, arguments: Sequence[str]) -> None:
@@ -121,12 +119,12 @@ def _run_here(workers: int, arguments: Sequence[str]) -> None:
 def _compared(
     case: str,
     network: str,
-    profile: Profile,
+    profiles: Mapping[int, Profile],
     cluster: Cluster,
     wanted: Wanted,
     run_workers: Callable[[int, Sequence[str]], None],
 ) -> Iterator[SimulatorRow]:
-    plans = [_plan(profile, cluster, replicas, schedule) for replicas, schedules in wanted for schedule in schedules]
+    plans = [_plan(profiles, cluster, replicas, schedule) for replicas, schedules in wanted for schedule in schedules]
     minibatches = {f"plan {i}": _minibatches(plan) for i, plan in enumerate(plans)}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -150,9 +148,11 @@ def _compared(
         )
 
 
-def _plan(profile: Profile, cluster: Cluster, replicas: tuple[int, ...], schedule: str) -> Plan:
+def _plan(profiles: Mapping[int, Profile], cluster: Cluster, replicas: tuple[int, ...], schedule: str) -> Plan:
     microbatches = 1 if schedule == "pipedream" else MICROBATCHES
-    return make_plan(profile, cluster, schedule=schedule, microbatches=microbatches, hints=Hints(replicas=replicas))
+    return make_plan(
+        profiles[microbatches], cluster, schedule=schedule, microbatches=microbatches, hints=Hints(replicas=replicas)
+    )
 
 
 def _minibatches(plan: Plan) -> int:
