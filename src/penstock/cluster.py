@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from penstock import codec, units
 from penstock.errors import ClusterError, FormatError, PenstockError
@@ -60,6 +60,15 @@ class Level:
             raise ClusterError(f"bandwidth is {self.bytes_per_s}; it must be above 0")
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
             raise ClusterError(f"latency is {self.latency_s}; it must be 0 or more")
+
+
+class Port(NamedTuple):
+    """Where a device, or a group of a level that has others beside it, is joined to the next level, one way."""
+
+    level: int
+    member: int
+    """which of those that the level joins"""
+    out: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +128,17 @@ class Cluster:
             if first // reach == last // reach:
                 return level
         raise ClusterError(f"devices {first} and {last} are not both in {self.name}, which has {len(self.devices)}")
+
+    def ports(self, source: int, target: int) -> list[Port]:
+        """Those that a transfer passes: up to the level that joins the two devices, and down."""
+        found: list[Port] = []
+        for number, level in enumerate(self.levels):
+            here, there = self.member(number, source), self.member(number, target)
+            if here == there:
+                break
+            if level.size > 1:
+                found += [Port(number, here, True), Port(number, there, False)]
+        return found
 
     def host(self, device: int) -> int:
         return device // self.reach[0]

@@ -17,13 +17,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from penstock.cluster import Cluster
+from penstock.cluster import Cluster, Port
 from penstock.cost import ring_allreduce
 from penstock.runtime.worker import Clock
 from penstock.schedule import Kind
 
-Port = tuple[int, int, bool]
-"""The level, which of those that it joins, and whether out."""
 Way = tuple[int, int, Kind]
 """From a worker to a worker, results of forwards or of backwards: they keep their order."""
 
@@ -71,7 +69,7 @@ class Flows:
         heads = [queue[0] for queue in self.channels.values()]
         users = Counter(port for head in heads for port in head.ports)
         rates = [
-            min((self.bytes_per_s[port[0]] / users[port] for port in head.ports), default=math.inf) for head in heads
+            min((self.bytes_per_s[port.level] / users[port] for port in head.ports), default=math.inf) for head in heads
         ]
         ends_s = [self.now_s + head.left_bytes / rate for head, rate in zip(heads, rates, strict=True)]
         next_s = min([until_s, *ends_s])
@@ -100,7 +98,7 @@ class EmulatedNetwork:
 
     def send(self, way: Way, number: int, ends: tuple[int, int], num_bytes: float) -> None:
         """A message of a way, the ``number``-th on it, from one device to another; its receiver claims it."""
-        transfer = Transfer(frozenset(self._ports(*ends)), num_bytes, self.cluster.link(*ends).latency_s)
+        transfer = Transfer(frozenset(self.cluster.ports(*ends)), num_bytes, self.cluster.link(*ends).latency_s)
         with self._lock:
             self._messages[way, number] = transfer
             self._start(way, transfer)
@@ -122,7 +120,7 @@ class EmulatedNetwork:
 
     def _around(self, devices: Sequence[int], num_bytes: float) -> Transfer:
         traffic = ring_allreduce(num_bytes, len(devices))
-        ports = frozenset(port for pair in pairwise([*devices, devices[0]]) for port in self._ports(*pair))
+        ports = frozenset(port for pair in pairwise([*devices, devices[0]]) for port in self.cluster.ports(*pair))
         latency_s = traffic.messages * self.cluster.slowest_link(devices).latency_s
         return Transfer(ports, traffic.messages * traffic.bytes_each, latency_s)
 
@@ -136,16 +134,3 @@ class EmulatedNetwork:
     def _start(self, channel: Hashable, transfer: Transfer) -> None:
         self._flows.advance(self.clock())
         self._flows.channels.setdefault(channel, deque()).append(transfer)
-
-    def _ports(self, source: int, target: int) -> list[Port]:
-        """Up to the level that joins the two, and down."""
-        ports: list[Port] = []
-        inside = 1
-        for number, (level, reach) in enumerate(zip(self.cluster.levels, self.cluster.reach, strict=True)):
-            here, there = source // inside, target // inside
-            if here == there:
-                break
-            if level.size > 1:
-                ports += [(number, here, True), (number, there, False)]
-            inside = reach
-        return ports

@@ -12,11 +12,10 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from penstock.cluster import Cluster
+from penstock.cluster import Cluster, Port
 from penstock.cost import ring_allreduce
 
 
@@ -29,16 +28,9 @@ Message = tuple[float, Receiver, int]
 """Bytes, for whom, and which of those that it waits for."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a port is: the level, the device or group that it joins to it, and the direction."""
+class Gate:
+    """A port at work."""
 
-    level: int
-    member: int
-    out: bool
-
-
-class Port:
     __slots__ = ("bytes_per_s", "carried_bytes", "channels")
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -64,7 +56,7 @@ class Channel:
         "waiting",
     )
 
-    def __init__(self, ports: Sequence[Port], latency_s: float, most_per_s: float = math.inf) -> None:
+    def __init__(self, ports: Sequence[Gate], latency_s: float, most_per_s: float = math.inf) -> None:
         self.ports, self.latency_s = tuple(ports), latency_s
         self.bytes_per_s = min((port.bytes_per_s for port in ports), default=most_per_s)
         self.bytes_per_s = min(self.bytes_per_s, most_per_s)
@@ -80,7 +72,7 @@ class Links:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.ports: dict[Place, Port] = {}
+        self.ports: dict[Port, Gate] = {}
         self._events: list[tuple[float, int, Channel, Message | None]] = []
         self._count = 0
 
@@ -93,7 +85,7 @@ class Links:
         where its host has enough of them."""
         hosts = [self.cluster.host(device) for device in devices]
         count = self.cluster.cores or len(devices)
-        shared = {host: Port(count) for host in set(hosts) if hosts.count(host) > count}
+        shared = {host: Gate(count) for host in set(hosts) if hosts.count(host) > count}
         return [Channel([shared[host]], 0.0, most_per_s=1.0) if host in shared else None for host in hosts]
 
     def ring(self, devices: Iterable[int]) -> Channel:
@@ -103,22 +95,13 @@ class Links:
         steps = ring_allreduce(0, len(around)).messages
         return Channel(tuple(ports), steps * self.cluster.slowest_link(around).latency_s)
 
-    def _way(self, source: int, target: int) -> list[Port]:
-        """Up to the level that joins the two, and down."""
-        ports, inside = [], 1
-        for number, level in enumerate(self.cluster.levels):
-            here, there = source // inside, target // inside
-            if here == there:
-                break
-            if level.size > 1:
-                ports += [self._port(Place(number, here, True)), self._port(Place(number, there, False))]
-            inside *= level.size
-        return ports
+    def _way(self, source: int, target: int) -> list[Gate]:
+        return [self._gate(port) for port in self.cluster.ports(source, target)]
 
-    def _port(self, place: Place) -> Port:
-        if place not in self.ports:
-            self.ports[place] = Port(self.cluster.levels[place.level].bytes_per_s)
-        return self.ports[place]
+    def _gate(self, port: Port) -> Gate:
+        if port not in self.ports:
+            self.ports[port] = Gate(self.cluster.levels[port.level].bytes_per_s)
+        return self.ports[port]
 
     def send(self, at_s: float, channel: Channel, message: Message) -> None:
         """Now or later: a worker's future is known until it waits for somebody."""

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
+from penstock.cluster import Port
 from penstock.cost import PlanCosts
 from penstock.plan import Plan
 from penstock.sampling import Epoch
 from penstock.schedule import Kind, Schedule
 from penstock.simulate.conditions import CALM, Conditions
-from penstock.simulate.links import Place
 from penstock.simulate.memory import Curve, memory_curve
 from penstock.simulate.play import Player
 from penstock.trace import Trace
@@ -20,7 +20,7 @@ from penstock.trace import Trace
 
 @dataclass(frozen=True)
 class LinkLoad:
-    place: Place
+    place: Port
     bytes_per_s: float
     carried_bytes: float
 
