@@ -38,8 +38,8 @@ from penstock.schedule import Action, Kind
 
 CASES = ("vgg", "transformer")
 WORKERS = 2
-ROUNDS = 16
-ROUND_S = 1.5
+ROUNDS = 32
+ROUND_S = 0.7
 """about how long each runs at a time"""
 TARGET = 0.99
 ALONE = 2000
