@@ -17,6 +17,7 @@ from penstock.bench import growth, hosts, run_benchmark, scale
 from penstock.bench.network import NetworkRow, network_row, network_svg
 from penstock.bench.published import CLUSTERS, PROFILES, TABLE_1, Measured, Published
 from penstock.bench.rows import Row, at_least, at_most
+from penstock.bench.simulator import SimulatorRow, verdict
 from penstock.bench.table1 import as_run, compare, compare_with
 from penstock.bench.why import Compared, _all_reduce_slower, _seconds_with, config_of, why
 from penstock.cli.app import app
@@ -296,3 +297,28 @@ def test_a_benchmark_of_networks_says_why_it_cannot_be_run(monkeypatch: pytest.M
     monkeypatch.setattr(hosts.shutil, "which", lambda tool: None if tool == "tc" else tool)
     with pytest.raises(ClusterError, match="test hosts need tc; install iproute2"):
         run_benchmark("network")
+
+
+def played(measured: float, simulated: float, case: str = "vgg") -> SimulatorRow:
+    return SimulatorRow(
+        case=case,
+        network="loopback",
+        plan="1-1",
+        schedule="1f1b",
+        measured=measured,
+        simulated=simulated,
+        error=simulated / measured - 1,
+    )
+
+
+def test_the_simulators_verdict_counts_errors_and_pairs_in_another_order() -> None:
+    near = [played(100.0, 103.0), played(102.0, 101.0), played(200.0, 190.0), played(150.0, 150.0, "transformer")]
+    assert verdict(near) == (
+        "4 runs: median error 2.0%, worst 5.0%; of 2 pairs of a model that differ by more than 5%, 0 are in another "
+        "order when simulated. Wanted: 5%, 10% and none: met."
+    )
+    crossed = verdict([*near, played(90.0, 110.0)])
+    assert "worst 22.2%" in crossed
+    assert "4 are in another order" not in crossed
+    assert "2 are in another order" in crossed
+    assert crossed.endswith("NOT met.")
