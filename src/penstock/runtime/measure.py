@@ -2,10 +2,14 @@
 
 One layer after another, and of a model without values only the layer at hand is given them: what is held at a time is
 one layer, the values that layers to come will read, and a bundle of parameters whose update is timed.
+
+A layer that runs again and again finds its weights in the cache, which in training others have been through in between.
+So a model that has its values also takes a few whole steps, and the layers' seconds are stretched to add up to those.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +64,7 @@ def profile_job(
         )
         measurement.run(inputs, target, progress)
         per_parameter = measurement.parameter_costs()
+        stretch = measurement.stretch(inputs, target, per_parameter, adds=microbatch_size < job.batch_size)
     return Profile(
         model=type(blueprint.model).__name__,
         front_end=captured.front_end,
@@ -68,7 +73,7 @@ def profile_job(
         threads=threads,
         precision=job.precision,
         graph=measurement.graph(per_parameter),
-        seconds={device_kind(device): measurement.seconds(per_parameter)},
+        seconds={device_kind(device): measurement.seconds(per_parameter, stretch)},
     )
 
 
@@ -87,6 +92,15 @@ class ParameterCosts:
     update_s: float = 0.0
     copy_s: float = 0.0
     state_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """How many times as long as its layers one by one a whole step takes."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    update: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +175,59 @@ class Measurement:
         )
         return LayerGraph(layers=layers, values=values, parameters=parameters)
 
-    def seconds(self, per_parameter: Mapping[str, ParameterCosts]) -> tuple[LayerSeconds, ...]:
+    def stretch(self, inputs: Any, target: Any, per_parameter: Mapping[str, ParameterCosts], *, adds: bool) -> Stretch:
+        """``adds`` says that a minibatch has several microbatches: a gradient is then added to those before it."""
+        if self.blueprint.recording is not None:  # there may be no room for it whole
+            return Stretch()
+        try:
+            forward_s, backward_s, update_s = self._whole_step_s(inputs, target, adds=adds)
+        except torch.OutOfMemoryError:
+            return Stretch()
+        forwards, backwards = sum(row[0] for row in self._rows), sum(row[1] + row[2] for row in self._rows)
+        updates = sum(costs.update_s for costs in per_parameter.values())
+        return Stretch(
+            forward=forward_s / forwards if forwards else 1.0,
+            backward=backward_s / backwards if backwards else 1.0,
+            update=update_s / updates if updates else 1.0,
+        )
+
+    def _whole_step_s(self, inputs: Any, target: Any, *, adds: bool) -> tuple[float, float, float]:
+        """Forward, backward and update of all layers, as one worker with the whole model would take them."""
+        section = self.splitter.section(range(len(self.captured.layers)))
+        given = self.captured.bind(inputs)
+        arguments = [given[position] for position in section.reads]
+        buffers = {name: buffer.clone() for name, buffer in section.module.named_buffers()}
+        copies = {
+            name: self.blueprint.copy_of(parameter, self.device) for name, parameter in section.parameters.items()
+        }
+        leaves = {name: copy.data.requires_grad_(copy.requires_grad) for name, copy in copies.items()}
+        optimizers = Optimizers(
+            self.job.optimizer, None, [(n, copy) for n, copy in copies.items() if copy.requires_grad]
+        )
+        times = []
+        for _ in range(self.repeats + 1):
+            moments = [self.clock()]
+            with torch.enable_grad(), self.autocast():
+                _, output = section.run(leaves, arguments, buffers)
+                loss = self.job.loss(self.captured.rebuild_output(output), target)
+            self._synchronise()
+            moments.append(self.clock())
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+            self._synchronise()
+            moments.append(self.clock())
+            for name, leaf in leaves.items():
+                copies[name].grad = leaf.grad
+            optimizers.step(0)
+            self._synchronise()
+            moments.append(self.clock())
+            for leaf in leaves.values() if not adds else ():
+                leaf.grad = None
+            times.append([end_s - start_s for start_s, end_s in itertools.pairwise(moments)])
+        forward_s, backward_s, update_s = (statistics.median(column) for column in zip(*times[1:], strict=True))
+        return forward_s, backward_s, update_s
+
+    def seconds(self, per_parameter: Mapping[str, ParameterCosts], stretch: Stretch) -> tuple[LayerSeconds, ...]:
         charged: set[str] = set()  # a tied parameter is updated once
         rows = []
         for index, (forward_s, backward_input_s, backward_weight_s, _) in enumerate(self._rows):
@@ -169,11 +235,11 @@ class Measurement:
             charged.update(own)
             rows.append(
                 LayerSeconds(
-                    forward_s=forward_s,
-                    backward_input_s=backward_input_s,
-                    backward_weight_s=backward_weight_s,
-                    update_s=sum(per_parameter[name].update_s for name in own),
-                    copy_s=sum(per_parameter[name].copy_s for name in own),
+                    forward_s=forward_s * stretch.forward,
+                    backward_input_s=backward_input_s * stretch.backward,
+                    backward_weight_s=backward_weight_s * stretch.backward,
+                    update_s=sum(per_parameter[name].update_s for name in own) * stretch.update,
+                    copy_s=sum(per_parameter[name].copy_s for name in own) * stretch.update,
                 )
             )
         return tuple(rows)
