@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,6 @@ def test_tensorboard_reads_back_what_a_run_told(tmp_path: Path) -> None:
 def test_tensorboard_that_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from penstock.runtime import scalars
 
-    monkeypatch.setattr(scalars, "find_spec", lambda name: None)
+    monkeypatch.setattr(scalars, "version", Mock(side_effect=PackageNotFoundError))
     with pytest.raises(JobError, match=r"pip install 'penstock\[tensorboard\]'"):
         scalars.Scalars(tmp_path, START)

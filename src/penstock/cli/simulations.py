@@ -39,7 +39,7 @@ def simulation_answer(base: Simulation, others: Sequence[Named] = ()) -> dict[st
         "staleness": [staleness_answer(stage) for stage in plan.staleness],
         "bottleneck": codec.encode(verdict_of(base)),
         "links": [
-            {**codec.encode(link.place), "bytes_per_s": link.bytes_per_s, "occupied": base.occupied(link)}
+            {**link.place._asdict(), "bytes_per_s": link.bytes_per_s, "occupied": base.occupied(link)}
             for link in base.links
         ],
         "what_if": [{"change": text, **summary(other, base)} for text, other in others],

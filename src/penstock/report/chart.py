@@ -134,7 +134,8 @@ def _even_numbers(numbers: Sequence[float]) -> list[float]:
 def _round_numbers(numbers: Sequence[float]) -> list[float]:
     """1, 2 and 5 times powers of ten, from one at or below all numbers to one at or above."""
     low, high = math.floor(math.log10(min(numbers))), math.ceil(math.log10(max(numbers)))
-    steps = [float(f"{digit}e{power}") for power in range(low, high + 1) for digit in (1, 2, 5)]
+    # one further at both ends, since a logarithm is rounded
+    steps = [float(f"{digit}e{power}") for power in range(low - 1, high + 2) for digit in (1, 2, 5)]
     first = max(step for step in steps if step <= min(numbers))
     last = min(step for step in steps if step >= max(numbers))
     return [step for step in steps if first <= step <= last]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from penstock.errors import JobError
@@ -13,10 +13,12 @@ FLUSH_S = 10
 
 def check_tensorboard() -> None:
     """Before anything is started for it."""
-    if find_spec("tensorboard") is None:
+    try:
+        version("tensorboard")
+    except PackageNotFoundError:
         raise JobError(
             "--tensorboard needs the tensorboard package, which is not installed; pip install 'penstock[tensorboard]'"
-        )
+        ) from None
 
 
 class Scalars:
