@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
