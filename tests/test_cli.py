@@ -168,7 +168,7 @@ def test_a_slow_link_is_marked_where_it_leaves_and_no_limit_means_no_share(tmp_p
     plan = plan_of(chain_profile([1e-3] * 2, value_bytes=10**9, parameter_bytes=1), flat_cluster(2), [[0], [1]])
     shown = table_of(plan, tmp_path / "plan.json")
     assert [row[0] for row in cells(shown)] == ["0 *", "1"]
-    assert [row[-1] for row in cells(shown)] == ["16 GB", "16 GB"]  # buffers for it both ways
+    assert [row[-1] for row in cells(shown)] == ["32 GB", "16 GB"]  # buffers for it both ways, and two in flight
     assert "* bottleneck: link to 1" in shown
 
 

@@ -182,13 +182,14 @@ def memory_of(
     largest: float = 0.0,
     trains: bool = True,
 ) -> Memory:
-    """Weights, gradients, optimizer state, what is kept of microbatches in flight, and buffers for one message each
-    way, forward and backward. A stage that recomputes keeps its inputs, and the rest for one microbatch at a time. A
-    gradient that is added to another is made beside it: the ``largest`` of the model, or all of the stage's if less."""
+    """Weights, gradients, optimizer state, what is kept of microbatches in flight, what was sent of them included, and
+    buffers for one message each way, forward and backward. A stage that recomputes keeps its inputs, and the rest for
+    one microbatch at a time. A gradient that is added to another is made beside it: the ``largest`` of the model, or
+    all of the stage's if less."""
     if not trains:
         return Memory(saved + received + sent, weights, 0.0 * saved)
     fixed = weights + np.minimum(weights, largest) + state + 2 * (received + sent)
-    return Memory(fixed + saved, weights, received) if recompute else Memory(fixed, weights, saved)
+    return Memory(fixed + saved, weights, received + sent) if recompute else Memory(fixed, weights, saved + sent)
 
 
 def pace(turn_s: Any, update_s: Any, sync_s: Any, *, round_size: Any, microbatches: int | None) -> Any:
