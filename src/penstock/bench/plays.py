@@ -46,7 +46,7 @@ def cluster(case: str, directory: Path) -> None:
 
 
 def run(case: str, directory: Path) -> None:
-    """The plans in ``directory``, all for as many workers; each file says how many minibatches in its name."""
+    """The plans in ``directory``, all for as many workers, for the minibatches that a file there has of each."""
     plans = {path.stem: codec.load(Plan, path) for path in sorted(directory.glob("plan*.json"))}
     minibatches: dict[str, int] = json.loads((directory / "minibatches").read_text())
     some = next(iter(plans.values()))

@@ -10,15 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.schedule import Action, Kind
-from penstock.trace import Event
+from penstock.schedule import Action
+from penstock.trace import CODES, KINDS, Event
 
 CHUNK = 1024
 FIRST, NEWEST = 64, 384
 """Chunks that are kept of a run, all workers together: 65,536 and 393,216 actions, 11 MB."""
 
-_KINDS = tuple(Kind)
-_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _KIND_BITS, _INDEX_BITS = 3, 40
 
 
@@ -55,7 +53,7 @@ class _Chunk:
 
     def __iter__(self) -> Iterator[Timed]:
         for at, packed in enumerate(self.actions):
-            kind = _KINDS[packed & (1 << _KIND_BITS) - 1]
+            kind = KINDS[packed & (1 << _KIND_BITS) - 1]
             index = packed >> _KIND_BITS & (1 << _INDEX_BITS) - 1
             action = Action(packed >> _KIND_BITS + _INDEX_BITS, kind, index)
             yield Timed(action, self.times[2 * at], self.times[2 * at + 1])
@@ -79,7 +77,7 @@ class EventLog:
     def add(self, action: Action, offset: int, start_s: float, end_s: float) -> None:
         """``offset`` is where the action's index stands in the whole run."""
         stage, kind, index = action
-        self._actions.append((stage << _INDEX_BITS | index + offset) << _KIND_BITS | _CODES[kind])
+        self._actions.append((stage << _INDEX_BITS | index + offset) << _KIND_BITS | CODES[kind])
         self._times.extend((start_s, end_s))
         if len(self._actions) == CHUNK:
             self._open()

@@ -58,8 +58,7 @@ class Channel:
 
     def __init__(self, ports: Sequence[Gate], latency_s: float, most_per_s: float = math.inf) -> None:
         self.ports, self.latency_s = tuple(ports), latency_s
-        self.bytes_per_s = min((port.bytes_per_s for port in ports), default=most_per_s)
-        self.bytes_per_s = min(self.bytes_per_s, most_per_s)
+        self.bytes_per_s = min([most_per_s, *(port.bytes_per_s for port in ports)])
         self.waiting: deque[Message] = deque()
         self.current: Message | None = None
         self.left_bytes = self.rate = self.since_s = 0.0
