@@ -286,7 +286,13 @@ def clusters(
     outer = draw(st.integers(1, max(1, max_devices // inner)))
     rates = st.floats(1e5, 1e11)
     levels = tuple(
-        Level(size=size, bytes_per_s=draw(rates), latency_s=draw(st.floats(0, 1e-3))) for size in (inner, outer)
+        Level(
+            size=size,
+            bytes_per_s=draw(rates),
+            latency_s=draw(st.floats(0, 1e-3)),
+            ring_bytes_per_s=draw(st.none() | rates),
+        )
+        for size in (inner, outer)
     )
     make = st.builds(
         Device,
@@ -296,7 +302,8 @@ def clusters(
     )
     makes = draw(st.lists(make, min_size=1, max_size=1 if even else 3))
     devices = tuple(draw(st.sampled_from(makes)) for _ in range(inner * outer))
-    return Cluster(name="random", devices=devices, levels=levels)
+    handling_s, copying = draw(st.sampled_from([(0.0, None), (1e-3, None), (1e-3, 1e6)]))
+    return Cluster(name="random", devices=devices, levels=levels, handling_s=handling_s, copying_bytes_per_s=copying)
 
 
 @st.composite

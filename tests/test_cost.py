@@ -70,6 +70,14 @@ def test_seconds_and_bytes_of_a_microbatch_scale_with_its_samples_but_updates_do
     assert large.parameter_bytes(layers) == small.parameter_bytes(layers)
 
 
+def test_halves_of_a_backward_taken_apart_cost_more_and_the_schedules_that_do_so_count_it() -> None:
+    rows = LayerSeconds(forward_s=1.0, backward_input_s=2.0, backward_weight_s=3.0, halving_s=0.4)
+    costs = model(profile_of(chain_graph(1), [rows]))
+    assert costs.microbatch_s([0], 0, family("1f1b")) == pytest.approx(6.0)
+    assert costs.microbatch_s([0], 0, family("zb-h1")) == pytest.approx(6.4)
+    assert costs.forward_s([0], 0, halves=True) + costs.backward_s([0], 0, halves=True) == pytest.approx(6.4)
+
+
 def test_costs_belong_to_layers_by_id_and_not_by_their_place_in_the_order() -> None:
     layers = (Layer(id=7, name="b", kind="Any"), Layer(id=3, name="a", kind="Any"))
     graph = LayerGraph(layers=layers, values=(Value(name="v", producer=3, consumers=(7,), num_bytes=1),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from in_threads import profile
 from models import MODELS, make_job
 from penstock import codec
 from penstock.profile import Profile
+from penstock.runtime.measure import profile_job
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -67,8 +69,29 @@ def test_a_tied_weight_is_one_parameter_of_two_layers() -> None:
 def test_backward_for_input_and_for_weight_are_told_apart() -> None:
     made = profile(make_job("conv"))
     seconds = dict(zip((layer.name for layer in made.graph.layers), made.seconds["cpu"], strict=True))
-    assert seconds["0"].backward_input_s == 0  # nothing before it wants a gradient
     assert seconds["0"].backward_weight_s > 0
     assert seconds["1"].backward_weight_s == 0  # no weights
     assert seconds["1"].backward_input_s > 0
     assert all(row.forward_s > 0 for row in made.seconds["cpu"])
+
+
+def test_layers_add_up_to_a_whole_step() -> None:
+    """By a clock on which everything takes a second: so does the step's forward, backward and update, and what goes
+    layer by layer is stretched to that. Halves of a backward taken apart are two things, and each layer's own."""
+    ticks = itertools.count()
+    made = profile_job(
+        make_job("conv"),
+        clock=lambda: float(next(ticks)),
+        device=torch.device("cpu"),
+        microbatch_size=2,
+        threads=1,
+        repeats=2,
+        progress=lambda done, total: None,
+    )
+    rows = made.seconds["cpu"]
+    assert sum(row.forward_s for row in rows) == pytest.approx(1.0)
+    assert sum(row.backward_input_s + row.backward_weight_s for row in rows) == pytest.approx(1.0)
+    assert sum(row.update_s for row in rows) == pytest.approx(1.0)
+    products = ["conv" in layer.kind.lower() or "linear" in layer.kind.lower() for layer in made.graph.layers]
+    assert any(products)
+    assert [row.halving_s for row in rows] == [1.0 if product else 0.0 for product in products]

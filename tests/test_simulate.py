@@ -113,14 +113,25 @@ def test_no_plan_is_slower_where_messages_and_averaging_take_no_time(plan: Plan,
 def test_where_everything_takes_so_many_times_as_long_so_does_the_whole(
     plan: Plan, minibatches: int, times: float
 ) -> None:
+    cluster = plan.cluster
     levels = tuple(
-        replace(level, bytes_per_s=level.bytes_per_s / times, latency_s=level.latency_s * times)
-        for level in plan.cluster.levels
+        replace(
+            level,
+            bytes_per_s=level.bytes_per_s / times,
+            latency_s=level.latency_s * times,
+            ring_bytes_per_s=level.ring.bytes_per_s / times,
+        )
+        for level in cluster.levels
     )
-    devices = tuple(replace(device, speed=device.speed / times) for device in plan.cluster.devices)
-    slower = replace(plan, cluster=replace(plan.cluster, levels=levels, devices=devices))
+    slower = replace(
+        cluster,
+        levels=levels,
+        devices=tuple(replace(device, speed=device.speed / times) for device in cluster.devices),
+        handling_s=cluster.handling_s * times,
+        copying_bytes_per_s=cluster.copying_bytes_per_s and cluster.copying_bytes_per_s / times,
+    )
     span_s = simulate(plan, minibatches).span_s
-    assert simulate(slower, minibatches).span_s == pytest.approx(times * span_s, rel=1e-6)
+    assert simulate(replace(plan, cluster=slower), minibatches).span_s == pytest.approx(times * span_s, rel=1e-6)
 
 
 @slow_law
@@ -182,6 +193,28 @@ def test_a_message_delays_the_stage_that_reads_it_by_latency_and_bytes() -> None
     start_s = {str(event.action): event.start_s for event in simulate(plan, 1).events}
     assert start_s["1F0"] == pytest.approx(1.0 + 2.5)
     assert start_s["0B0"] == pytest.approx(1.0 + 2.5 + 1.0 + 2.0 + 2.5)
+
+
+def test_who_sends_or_takes_a_message_is_busy_with_it_at_its_two_ends() -> None:
+    """A message is under way for 4 s: its sender is busy for the first of them, who takes it for the last."""
+    profile = chain_profile([1.0, 1.0], batch_size=2, value_bytes=100)
+    cluster = replace(flat_cluster(2, bytes_per_s=25.0), handling_s=0.5, copying_bytes_per_s=200.0)
+    plan = plan_of(profile, cluster, [[0], [1]], schedule="gpipe", microbatches=2)
+    start_s = {str(event.action): event.start_s for event in simulate(plan, 1).events}
+    assert [start_s[each] for each in ("0F0", "0F1")] == pytest.approx([0.0, 2.0])  # computed, sent
+    assert [start_s[each] for each in ("1F0", "1F1")] == pytest.approx([5.0, 9.0])  # they pass the link one by one
+    assert [start_s[each] for each in ("1B0", "1B1")] == pytest.approx([10.0, 13.0])
+    assert PlanCosts(plan).stage_s(0) == pytest.approx(1.0 + 2.0 + 2 * 1.0)
+
+
+def test_an_all_reduce_goes_at_its_own_rate() -> None:
+    profile = chain_profile([1.0], batch_size=2, parameter_bytes=100)
+    level = Level(size=2, bytes_per_s=100.0, latency_s=9.0, ring_bytes_per_s=10.0, ring_latency_s=1.0)
+    cluster = replace(flat_cluster(2), levels=(level,))
+    plan = plan_of(profile, cluster, [[0]], [2], schedule="gpipe", microbatches=2)
+    seconds = {event.end_s - event.start_s for event in simulate(plan, 1).events if event.action.kind is Kind.SYNC}
+    assert list(seconds) == pytest.approx([2 * (1.0 + 50 / 10)])
+    assert PlanCosts(plan).sync_s(0) == pytest.approx(12.0)
 
 
 def test_messages_of_one_direction_between_two_workers_queue_up() -> None:

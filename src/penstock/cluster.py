@@ -52,14 +52,44 @@ class Level:
     """how many groups of the level below (devices, at the innermost) one group joins"""
     bytes_per_s: float
     latency_s: float = 0.0
+    ring_bytes_per_s: float | None = None
+    """what each member of an all-reduce passes on to the next; None where that is as fast as messages"""
+    ring_latency_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ClusterError(f"level size is {self.size}; a level joins at least one")
-        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
-            raise ClusterError(f"bandwidth is {self.bytes_per_s}; it must be above 0")
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ClusterError(f"latency is {self.latency_s}; it must be 0 or more")
+        for what, rate in (("bandwidth", self.bytes_per_s), ("all-reduce bandwidth", self.ring_bytes_per_s)):
+            if rate is not None and not (math.isfinite(rate) and rate > 0):
+                raise ClusterError(f"{what} is {rate}; it must be above 0")
+        for what, seconds in (("latency", self.latency_s), ("all-reduce latency", self.ring_latency_s)):
+            if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+                raise ClusterError(f"{what} is {seconds}; it must be 0 or more")
+
+    @property
+    def ring(self) -> Level:
+        """The same link as an all-reduce finds it."""
+        return Level(
+            size=self.size,
+            bytes_per_s=self.bytes_per_s if self.ring_bytes_per_s is None else self.ring_bytes_per_s,
+            latency_s=self.latency_s if self.ring_latency_s is None else self.ring_latency_s,
+        )
+
+    def no_better_than(self, inner: Level) -> Level:
+        """As what has to pass the inner link too finds it."""
+        changed = replace(
+            self,
+            bytes_per_s=min(self.bytes_per_s, inner.bytes_per_s),
+            latency_s=max(self.latency_s, inner.latency_s),
+        )
+        if self.ring == self and inner.ring == inner:
+            return changed
+        rate, latency_s = self.ring.bytes_per_s, self.ring.latency_s
+        return replace(
+            changed,
+            ring_bytes_per_s=min(rate, inner.ring.bytes_per_s),
+            ring_latency_s=max(latency_s, inner.ring.latency_s),
+        )
 
 
 class Port(NamedTuple):
@@ -79,6 +109,10 @@ class Cluster:
     cores: int | None = None
     """of each host, the group of the innermost level: its devices share them, and none computes on more than one; None
     where each device computes by itself"""
+    handling_s: float = 0.0
+    """that a worker is busy with each message it sends or takes, besides copying it"""
+    copying_bytes_per_s: float | None = None
+    """at which it does that; None where others do"""
 
     FORMAT: ClassVar[str] = "penstock.cluster/1"
 
@@ -87,6 +121,10 @@ class Cluster:
             raise ClusterError("devices: empty; a cluster has at least one")
         if self.cores is not None and self.cores < 1:
             raise ClusterError(f"cores is {self.cores}; leave it out where devices compute by themselves")
+        if not (math.isfinite(self.handling_s) and self.handling_s >= 0):
+            raise ClusterError(f"handling is {self.handling_s}; it must be 0 or more")
+        if self.copying_bytes_per_s is not None and self.copying_bytes_per_s <= 0:
+            raise ClusterError(f"copying is {self.copying_bytes_per_s}; leave it out where it takes no time")
         reach = math.prod(level.size for level in self.levels)
         if reach != len(self.devices):
             sizes = " x ".join(str(level.size) for level in self.levels)
@@ -109,8 +147,7 @@ class Cluster:
             if inner is None or level.size == 1:
                 links.append(level if inner is None else replace(inner, size=1))
                 continue
-            rate, latency_s = min(level.bytes_per_s, inner.bytes_per_s), max(level.latency_s, inner.latency_s)
-            links.append(replace(level, bytes_per_s=rate, latency_s=latency_s))
+            links.append(level.no_better_than(inner))
         return tuple(links)
 
     def link(self, first: int, second: int) -> Level:
@@ -139,6 +176,11 @@ class Cluster:
             if level.size > 1:
                 found += [Port(number, here, True), Port(number, there, False)]
         return found
+
+    def handled_s(self, num_bytes: Any) -> Any:
+        """That a worker at either end is busy with a message; a number, or an array of them. Nothing is no message."""
+        copied_s = 0.0 if self.copying_bytes_per_s is None else num_bytes / self.copying_bytes_per_s
+        return self.handling_s * (num_bytes > 0) + copied_s
 
     def host(self, device: int) -> int:
         return device // self.reach[0]
@@ -186,6 +228,9 @@ def cluster_toml(cluster: Cluster, about: Sequence[str] = (), about_levels: Sequ
     parts = [f"# {_on_one_line(line)}".rstrip() for line in about]
     parts += ["", f"name = {_quoted(cluster.name)}"] if about else [f"name = {_quoted(cluster.name)}"]
     parts += [f"cores = {cluster.cores}"] if cluster.cores is not None else []
+    parts += [f'handling = "{units.write_seconds(cluster.handling_s)}"'] if cluster.handling_s else []
+    if cluster.copying_bytes_per_s is not None:
+        parts.append(f'copying = "{units.write_bytes_per_s(cluster.copying_bytes_per_s)}"')
     for device, equal in itertools.groupby(cluster.devices):
         parts += ["", "[[devices]]", f"count = {len(list(equal))}"]
         if device.kind != ANY_KIND:
@@ -198,6 +243,10 @@ def cluster_toml(cluster: Cluster, about: Sequence[str] = (), about_levels: Sequ
         parts += ["", f"[[levels]]  # {_on_one_line(note)}" if note else "[[levels]]", f"size = {level.size}"]
         parts.append(f'bandwidth = "{units.write_bytes_per_s(level.bytes_per_s)}"')
         parts.append(f'latency = "{units.write_seconds(level.latency_s)}"')
+        if level.ring_bytes_per_s is not None:
+            parts.append(f'all_reduce_bandwidth = "{units.write_bytes_per_s(level.ring_bytes_per_s)}"')
+        if level.ring_latency_s is not None:
+            parts.append(f'all_reduce_latency = "{units.write_seconds(level.ring_latency_s)}"')
     return "\n".join(parts) + "\n"
 
 
@@ -234,7 +283,10 @@ def _from_toml(data: dict[str, Any]) -> Cluster:
     """TOML states sizes with units and repeats equal devices by ``count``; the rest is the codec's business."""
     devices = [_toml_device(item, f"devices[{i}]") for i, item in enumerate(_tables(data, "devices"))]
     levels = [_toml_level(item, f"levels[{i}]") for i, item in enumerate(_tables(data, "levels"))]
-    plain = dict(data) | {"devices": list(itertools.chain.from_iterable(devices)), "levels": levels}
+    plain = _with_units(data, _CLUSTER_UNITS, "") | {
+        "devices": list(itertools.chain.from_iterable(devices)),
+        "levels": levels,
+    }
     return codec.decode(Cluster, {"format": Cluster.FORMAT, "name": "cluster"} | plain)
 
 
@@ -246,22 +298,36 @@ def _tables(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _toml_device(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    item = dict(item)
+    item = _with_units(item, {"memory": ("memory_bytes", units.parse_bytes)}, f"{where}.")
     count = item.pop("count", 1)
     if not isinstance(count, int) or count < 1:
         raise FormatError(f"{where}.count: expected a whole number of at least 1, found {count!r}")
-    if "memory" in item:
-        item["memory_bytes"] = _with_field(units.parse_bytes, item.pop("memory"), f"{where}.memory")
     return [item] * count
 
 
 def _toml_level(item: dict[str, Any], where: str) -> dict[str, Any]:
+    return _with_units(item, _LEVEL_UNITS, f"{where}.")
+
+
+def _with_units(item: dict[str, Any], keys: dict[str, tuple[str, Any]], where: str) -> dict[str, Any]:
+    """With the fields that a file has under other names, as texts with units."""
     item = dict(item)
-    if "bandwidth" in item:
-        item["bytes_per_s"] = _with_field(units.parse_bytes_per_s, item.pop("bandwidth"), f"{where}.bandwidth")
-    if "latency" in item:
-        item["latency_s"] = _with_field(units.parse_seconds, item.pop("latency"), f"{where}.latency")
+    for key, (field, parse) in keys.items():
+        if key in item:
+            item[field] = _with_field(parse, item.pop(key), f"{where}{key}")
     return item
+
+
+_LEVEL_UNITS = {
+    "bandwidth": ("bytes_per_s", units.parse_bytes_per_s),
+    "latency": ("latency_s", units.parse_seconds),
+    "all_reduce_bandwidth": ("ring_bytes_per_s", units.parse_bytes_per_s),
+    "all_reduce_latency": ("ring_latency_s", units.parse_seconds),
+}
+_CLUSTER_UNITS = {
+    "handling": ("handling_s", units.parse_seconds),
+    "copying": ("copying_bytes_per_s", units.parse_bytes_per_s),
+}
 
 
 def _with_field(parse: Any, value: Any, where: str) -> Any:

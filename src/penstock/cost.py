@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,25 +77,38 @@ class CostModel:
         """Per layer, in graph order, as profiled for this device's kind."""
         return self.profile.seconds_on(self.cluster.devices[device].kind)
 
-    def forward_s(self, layers: Collection[int], device: int) -> float:
-        return self._sum_s(layers, device, ("forward_s",)) * self.scale
+    def forward_s(self, layers: Collection[int], device: int, *, halves: bool = False) -> float:
+        """With ``halves``, where the two halves of the backward will be taken apart."""
+        return (self._sum_s(layers, device, ("forward_s",)) + self._halving_s(layers, device, halves)) * self.scale
 
-    def backward_s(self, layers: Collection[int], device: int, *, recompute: bool = False) -> float:
+    def backward_s(
+        self, layers: Collection[int], device: int, *, recompute: bool = False, halves: bool = False
+    ) -> float:
         """With ``recompute``, after a second forward."""
-        return self.backward_input_s(layers, device, recompute=recompute) + self.backward_weight_s(layers, device)
+        input_s = self.backward_input_s(layers, device, recompute=recompute, halves=halves)
+        return input_s + self.backward_weight_s(layers, device)
 
-    def backward_input_s(self, layers: Collection[int], device: int, *, recompute: bool = False) -> float:
+    def backward_input_s(
+        self, layers: Collection[int], device: int, *, recompute: bool = False, halves: bool = False
+    ) -> float:
         """The half of a backward that earlier stages wait for."""
         again = ("forward_s",) if recompute else ()
-        return self._sum_s(layers, device, ("backward_input_s", *again)) * self.scale
+        seconds = self._sum_s(layers, device, ("backward_input_s", *again))
+        return (seconds + self._halving_s(layers, device, halves)) * self.scale
 
     def backward_weight_s(self, layers: Collection[int], device: int) -> float:
         return self._sum_s(layers, device, ("backward_weight_s",)) * self.scale
 
+    def _halving_s(self, layers: Collection[int], device: int, halves: bool) -> float:
+        """About as much in the forward, which notes what to put off, as in the backward."""
+        return self._sum_s(layers, device, ("halving_s",)) / 2 if halves else 0.0
+
     def microbatch_s(self, layers: Collection[int], device: int, schedule: Family, *, recompute: bool = False) -> float:
         """Forward and, if the schedule trains, backward."""
-        forward_s = self.forward_s(layers, device)
-        return forward_s + self.backward_s(layers, device, recompute=recompute) if schedule.trains else forward_s
+        forward_s = self.forward_s(layers, device, halves=schedule.halves)
+        if not schedule.trains:
+            return forward_s
+        return forward_s + self.backward_s(layers, device, recompute=recompute, halves=schedule.halves)
 
     def update_s(self, layers: Collection[int], device: int, *, stashed: bool) -> float:
         """The optimizer's update; with weights ``stashed`` for microbatches in flight, of a copy of them."""
@@ -104,7 +118,12 @@ class CostModel:
         """A ring all-reduce at the pace of the slowest link."""
         if len(devices) < 2:
             return 0.0
-        return float(ring_allreduce(num_bytes, len(devices)).seconds(self.cluster.slowest_link(devices)))
+        return float(ring_allreduce(num_bytes, len(devices)).seconds(self.cluster.slowest_link(devices).ring))
+
+    def handled_s(self, num_bytes: Any, schedule: Family) -> Any:
+        """That a worker is busy with what crosses a cut next to it: values one way and, if the schedule trains, as many
+        gradients the other."""
+        return (2 if schedule.trains else 1) * self.cluster.handled_s(num_bytes)
 
     def parameter_bytes(self, layers: Collection[int]) -> int:
         return sum(parameter.num_bytes for parameter in self.profile.graph.parameters_of(layers))
@@ -246,10 +265,11 @@ class PlanCosts:
 
     def _compute_of(self, stage: Stage, device: int) -> dict[Kind, float]:
         stashed = stashes_weights(self.plan.is_asynchronous, stage.in_flight)
+        halves, again = self.plan.takes_halves, stage.recompute
         return {
-            Kind.FORWARD: self.model.forward_s(stage.layers, device),
-            Kind.BACKWARD: self.model.backward_s(stage.layers, device, recompute=stage.recompute),
-            Kind.INPUT: self.model.backward_input_s(stage.layers, device, recompute=stage.recompute),
+            Kind.FORWARD: self.model.forward_s(stage.layers, device, halves=halves),
+            Kind.BACKWARD: self.model.backward_s(stage.layers, device, recompute=again, halves=halves),
+            Kind.INPUT: self.model.backward_input_s(stage.layers, device, recompute=again, halves=halves),
             Kind.WEIGHT: self.model.backward_weight_s(stage.layers, device),
             Kind.STEP: self.model.update_s(stage.layers, device, stashed=stashed),
         }
@@ -465,11 +485,12 @@ class PlanCosts:
     def layers_s(self, stage: int, layers: Collection[int]) -> tuple[float, float]:
         """Forward and backward of some of a stage's layers, on the replica that takes longest for a microbatch."""
         slowest = max(self.plan.pipeline.workers[stage], key=lambda worker: self._microbatch_s(stage, worker))
-        device = self.plan.devices[slowest]
-        forward_s = self.model.forward_s(layers, device)
-        if not family(self.plan.schedule).trains:
+        device, kind = self.plan.devices[slowest], family(self.plan.schedule)
+        forward_s = self.model.forward_s(layers, device, halves=kind.halves)
+        if not kind.trains:
             return forward_s, 0.0
-        return forward_s, self.model.backward_s(layers, device, recompute=self.plan.stages[stage].recompute)
+        again = self.plan.stages[stage].recompute
+        return forward_s, self.model.backward_s(layers, device, recompute=again, halves=kind.halves)
 
     def minibatch_s(self) -> float:
         """A minibatch's microbatches at the bottleneck's pace, and what it takes to fill a synchronous pipeline."""
@@ -477,6 +498,24 @@ class PlanCosts:
         return self.plan.microbatches * self.bottleneck_s() + fill_s
 
     def _microbatch_s(self, stage: int, worker: int) -> float:
+        """Computed, and handled of its messages."""
         seconds = self._compute[stage, worker]
         backward_s = seconds[Kind.BACKWARD] if family(self.plan.schedule).trains else 0.0
-        return seconds[Kind.FORWARD] + backward_s
+        return seconds[Kind.FORWARD] + backward_s + self._handled_s[stage]
+
+    @cached_property
+    def _handled_s(self) -> list[float]:
+        stages, kind = self.plan.stages, family(self.plan.schedule)
+        handled_s = [0.0] * len(stages)
+        for cut, (here, behind) in enumerate(itertools.pairwise(stages)):
+            if here.devices != behind.devices:
+                each_s = float(self.model.handled_s(self._crossing_bytes[cut], kind))
+                handled_s[cut] += each_s
+                handled_s[cut + 1] += each_s
+        return handled_s
+
+    def message_handled_s(self, source: int, target: int) -> float:
+        """That a worker of either stage is busy with a message from one to the other, if they are not the same."""
+        if self.plan.stages[source].devices == self.plan.stages[target].devices:
+            return 0.0
+        return float(self.plan.cluster.handled_s(self.message_bytes(source, target)))

@@ -19,12 +19,14 @@ class LayerSeconds:
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
+    halving_s: float = 0.0
+    """what forward and backward take more where the two halves of the backward are taken apart"""
     update_s: float = 0.0
     copy_s: float = 0.0
     """of its weights, where an update must leave a version in flight as it is"""
 
     def __post_init__(self) -> None:
-        for field in ("forward_s", "backward_input_s", "backward_weight_s", "update_s", "copy_s"):
+        for field in ("forward_s", "backward_input_s", "backward_weight_s", "halving_s", "update_s", "copy_s"):
             seconds = getattr(self, field)
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise ProfileError(f"{field} is {seconds}; a cost is a finite number of 0 or more: measure it again")

@@ -28,7 +28,7 @@ from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_batch
 from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.transport import Transport
-from penstock.runtime.worker import Segment
+from penstock.runtime.worker import Clock, Segment
 from penstock.schedule import Kind
 
 TIMEOUT_S = 120.0
@@ -100,15 +100,15 @@ class Alone:
 
     def run(self, minibatches: int) -> float:
         start_s = time.perf_counter()
-        for microbatch in range(minibatches):
-            received = {
-                name: value.detach().requires_grad_(value.requires_grad) for name, value in self.received.items()
-            }
-            self.stage.forward(microbatch, self.inputs, received, self.target)
-            self.stage.backward(microbatch, self.gradients, loss_weight=1.0, scale=1.0)
-            self.stage.weights.step()
-        self.stage.losses.clear()
+        for _ in range(minibatches):
+            self.step()
         return minibatches * self.ours.size / (time.perf_counter() - start_s)
+
+    def step(self) -> None:
+        received = {name: value.detach().requires_grad_(value.requires_grad) for name, value in self.received.items()}
+        self.stage.forward(0, self.inputs, received, self.target)
+        self.stage.backward(0, self.gradients, loss_weight=1.0, scale=1.0)
+        self.stage.weights.step()
 
 
 def _tensors_at_the_cut(
@@ -125,6 +125,33 @@ def _tensors_at_the_cut(
         {name: values[name] for name in section.receives},
         {name: [torch.ones_like(values[name])] for name in section.sends},
     )
+
+
+class Whole:
+    """One worker with the whole model and ``samples`` at a time: how fast the machine is at the moment."""
+
+    def __init__(self, job: Job, samples: int) -> None:
+        self.job, self.adds = job, samples < job.batch_size
+        self.model = copy.deepcopy(blueprint_of(job, CPU).model).train()
+        self.optimizers = Optimizers(job.optimizer, None, list(self.model.named_parameters()))
+        inputs, self.target = load_batch(job, range(samples), seed=0)
+        self.args, self.kwargs = call_arguments(inputs)
+        self.step()  # what torch sets up once
+
+    def step(self) -> None:
+        """Forward, backward and update; the gradients of part of a minibatch are added to others."""
+        torch.autograd.backward(self.job.loss(self.model(*self.args, **self.kwargs), self.target))
+        self.optimizers.step(0)
+        self.model.zero_grad(set_to_none=not self.adds)
+
+
+def steps_per_s(contender: Alone | Whole, seconds: float, clock: Clock = time.perf_counter) -> float:
+    """By a clock, for so long: workers that start together end together, and share what they share to the end."""
+    end_s, start_s, steps = time.perf_counter() + seconds, clock(), 0
+    while steps == 0 or time.perf_counter() < end_s:
+        contender.step()
+        steps += 1
+    return steps / (clock() - start_s)
 
 
 class TorchPipeline:

@@ -1,29 +1,46 @@
-"""One of the workers of ``penstock bench simulator``: measures a job or the links, or runs plans by turns."""
+"""One of the workers of ``penstock bench simulator``: measures a job or the links, or runs plans by turns.
+
+This machine is now faster, now slower. So before and after each run of a plan the workers do something else that they
+also did when the profile was taken, or that the profile knows, and tell how fast they were.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import statistics
 import sys
+import time
+from functools import lru_cache
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from penstock import codec
-from penstock.bench.contenders import Contender, Ours
+from penstock.bench.contenders import Alone, Ours, Whole, steps_per_s
 from penstock.bench.jobs import bench_job, bench_profile
-from penstock.bench.pair import by_turns, run_together
+from penstock.bench.pair import run_together
+from penstock.cost import PlanCosts
 from penstock.plan import Plan
+from penstock.profile import Profile
 from penstock.runtime.links import make_links, talking_pairs
 from penstock.runtime.survey import survey_cluster
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import join_workers, worker_process
+from penstock.schedule import Kind
 
+CORES = 2
 MICROBATCHES = 4
 """to a minibatch, under synchronous schedules"""
-ROUNDS = 3
-REPEATS = 10
+ROUNDS = 5
+PROFILES, REPEATS = 3, 6
+BESIDE_S = 0.6
+"""for something else, before and after"""
 TIMEOUT_S = 120.0
+
+Play = tuple[float, list[float]]
+"""Samples per second, and how fast each worker was about that time beside the profile."""
 
 
 def profile(case: str, directory: Path) -> None:
@@ -31,11 +48,29 @@ def profile(case: str, directory: Path) -> None:
     microbatches, since small ones use large layers badly."""
     with join_workers(1, TIMEOUT_S):
         for microbatches in (1, MICROBATCHES):
-            dist.barrier()
-            found = bench_profile(bench_job(case), repeats=REPEATS, microbatches=microbatches)
+            found = sorted((_profile(case, microbatches) for _ in range(PROFILES)), key=_steps)
             if dist.get_rank() == 0:
-                codec.save(found, directory / f"profile {microbatches}.json")
+                made, step_s = found[PROFILES // 2]
+                codec.save(made, directory / f"profile {microbatches}.json")
+                (directory / f"step {microbatches}").write_text(json.dumps(step_s))
         dist.barrier()
+
+
+def _profile(case: str, microbatches: int) -> tuple[Profile, float]:
+    """With the seconds that plain torch took for a step about that time."""
+    job = bench_job(case)
+    whole = _whole(case, job.batch_size // microbatches)
+    dist.barrier()
+    before = steps_per_s(whole, BESIDE_S)
+    made = bench_profile(job, repeats=REPEATS, microbatches=microbatches)
+    return made, 2 / (before + steps_per_s(whole, BESIDE_S))
+
+
+def _steps(found: tuple[Profile, float]) -> float:
+    """How many of plain torch's steps a profile's is."""
+    made, step_s = found
+    (rows,) = made.seconds.values()
+    return (sum(made.compute_s(*made.seconds)) + sum(row.update_s for row in rows)) / step_s
 
 
 def cluster(case: str, directory: Path) -> None:
@@ -49,21 +84,58 @@ def run(case: str, directory: Path) -> None:
     """The plans in ``directory``, all for as many workers, for the minibatches that a file there has of each."""
     plans = {path.stem: codec.load(Plan, path) for path in sorted(directory.glob("plan*.json"))}
     minibatches: dict[str, int] = json.loads((directory / "minibatches").read_text())
+    steps_s: dict[str, float] = json.loads((directory / "steps").read_text())
     some = next(iter(plans.values()))
     with worker_process(some, TIMEOUT_S) as device:
         groups = sorted({group for plan in plans.values() for group in sync_groups(plan)})
         pairs = sorted({pair for plan in plans.values() for pair in talking_pairs(plan)})
         links = make_links(groups, pairs, device=device, timeout_s=TIMEOUT_S)
-        contenders: dict[str, Contender] = {
-            name: Ours(bench_job(case), plan, links.transport) for name, plan in plans.items()
-        }
+        contenders = {name: Ours(bench_job(case), plan, links.transport) for name, plan in plans.items()}
         gc.freeze()  # as in training
         for name, contender in contenders.items():  # warms caches and learns the shapes
             run_together(contender, minibatches[name])
-        rates = by_turns(contenders, minibatches, ROUNDS)
+        found: dict[str, list[Play]] = {name: [] for name in plans}
+        for _ in range(ROUNDS):
+            for name, contender in contenders.items():
+                before = _speeds(case, contender, steps_s[name])
+                rate = run_together(contender, minibatches[name])
+                after = _speeds(case, contender, steps_s[name])
+                found[name].append((rate, [statistics.mean(pair) for pair in zip(before, after, strict=True)]))
         if dist.get_rank() == 0:
-            (directory / "rates").write_text(json.dumps(rates))
+            (directory / "found").write_text(json.dumps(found))
         dist.barrier()
+
+
+def _speeds(case: str, ours: Ours, step_s: float) -> list[float]:
+    """Beside the profile, all workers at work. On a core of its own a worker steps through the whole model, as it did
+    when the profile was taken. Those who share cores crowd caches and memory too, which no profile taken with fewer
+    at work knows: each steps through its own stage, by the time that it had a core."""
+    dist.barrier()
+    if dist.get_world_size() <= CORES:
+        return _shared(step_s * steps_per_s(_whole(case, ours.size), BESIDE_S))
+    return _shared(_stage_s(ours) * steps_per_s(Alone(ours), BESIDE_S, clock=time.thread_time))
+
+
+def _stage_s(ours: Ours) -> float:
+    """What the profile says of a worker's stage by itself."""
+    costs, ((index, _),) = PlanCosts(ours.plan), ours.assembly.worker.stages.items()
+    stage, worker = ours.plan.stages[index], dist.get_rank()
+    seconds = costs.seconds_of(index, worker)
+    update_s = costs.model.update_s(stage.layers, ours.plan.devices[worker], stashed=False)
+    return seconds[Kind.FORWARD] + seconds[Kind.BACKWARD] + update_s
+
+
+def _shared(mine: float) -> list[float]:
+    """Everybody's."""
+    all_of_them = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    all_of_them[dist.get_rank()] = mine
+    dist.all_reduce(all_of_them)
+    return [float(each) for each in all_of_them]
+
+
+@lru_cache
+def _whole(case: str, samples: int) -> Whole:
+    return Whole(bench_job(case), samples)
 
 
 if __name__ == "__main__":

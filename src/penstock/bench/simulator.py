@@ -19,7 +19,7 @@ from typing import ClassVar
 from penstock import codec
 from penstock.bench.hosts import make_hosts, why_not
 from penstock.bench.network import measured_cluster
-from penstock.bench.plays import MICROBATCHES
+from penstock.bench.plays import CORES, MICROBATCHES, Play
 from penstock.bench.rows import Column, Findings
 from penstock.bench.why import config_of
 from penstock.cluster import Cluster
@@ -30,7 +30,6 @@ from penstock.runtime.launch import launch_workers
 from penstock.simulate import simulate
 
 CASES = ("vgg", "transformer")
-CORES = 2
 SLOW_BYTES_PER_S = 400e6 / 8
 LOCAL = (
     ((1, 1), ("pipedream", "1f1b", "gpipe", "zb-h1")),
@@ -79,6 +78,20 @@ class SimulatorRow:
         return self.note
 
 
+@dataclass(frozen=True)
+class Known:
+    """What was measured of a model before it runs."""
+
+    profile: Profile
+    step_s: float
+    """that plain torch took for a step of it at that time: when it takes less, the machine is that much faster"""
+
+    @classmethod
+    def read(cls, directory: Path, microbatches: int) -> Known:
+        profile = codec.load(Profile, directory / f"profile {microbatches}.json")
+        return cls(profile, float((directory / f"step {microbatches}").read_text()))
+
+
 def run() -> Findings:
     rows = [row for case in CASES for row in _of_model(case)]
     return Findings([*rows[:-1], replace(rows[-1], note=verdict(rows))])
@@ -89,17 +102,18 @@ def _of_model(case: str) -> Iterator[SimulatorRow]:
         _say(f"{case}: profile and links")
         for what in ("profile", "cluster"):
             _run_here(CORES, ["-m", "penstock.bench.plays", what, case, name])
-        profiles = {count: codec.load(Profile, Path(name) / f"profile {count}.json") for count in (1, MICROBATCHES)}
+        known = {count: Known.read(Path(name), count) for count in (1, MICROBATCHES)}
         link = codec.load(Cluster, Path(name) / "cluster.json")
     for replicas, schedules in LOCAL:
         workers = sum(replicas)
-        cluster = Cluster(
+        cluster = replace(
+            link,
             name="this machine",
             devices=(replace(link.devices[0], memory_bytes=None),) * workers,
             levels=(replace(link.levels[0], size=workers),),
             cores=CORES,
         )
-        yield from _compared(case, "loopback", profiles, cluster, [(replicas, schedules)], _run_here)
+        yield from _compared(case, "loopback", known, cluster, [(replicas, schedules)], _run_here)
     if why_not() is None:
         with make_hosts(CORES) as hosts:
             hosts.set_rate(SLOW_BYTES_PER_S)
@@ -109,7 +123,7 @@ def _of_model(case: str) -> Iterator[SimulatorRow]:
             def run_there(workers: int, arguments: Sequence[str]) -> None:
                 hosts.run_workers(arguments, timeout_s=TIMEOUT_S)
 
-            yield from _compared(case, f"{8e-6 * SLOW_BYTES_PER_S:.0f} Mbit/s", profiles, cluster, SHAPED, run_there)
+            yield from _compared(case, f"{8e-6 * SLOW_BYTES_PER_S:.0f} Mbit/s", known, cluster, SHAPED, run_there)
 
 
 def _run_here(workers: int, arguments: Sequence[str]) -> None:
@@ -119,40 +133,54 @@ def _run_here(workers: int, arguments: Sequence[str]) -> None:
 def _compared(
     case: str,
     network: str,
-    profiles: Mapping[int, Profile],
+    known: Mapping[int, Known],
     cluster: Cluster,
     wanted: Wanted,
     run_workers: Callable[[int, Sequence[str]], None],
 ) -> Iterator[SimulatorRow]:
-    plans = [_plan(profiles, cluster, replicas, schedule) for replicas, schedules in wanted for schedule in schedules]
+    plans = [_plan(known, cluster, replicas, schedule) for replicas, schedules in wanted for schedule in schedules]
     minibatches = {f"plan {i}": _minibatches(plan) for i, plan in enumerate(plans)}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for file, plan in zip(minibatches, plans, strict=True):
             codec.save(plan, directory / f"{file}.json")
         (directory / "minibatches").write_text(json.dumps(minibatches))
+        steps_s = {file: known[plan.microbatches].step_s for file, plan in zip(minibatches, plans, strict=True)}
+        (directory / "steps").write_text(json.dumps(steps_s))
         _say(f"{case}, {network}, {', '.join(f'{config_of(plan)} {plan.schedule}' for plan in plans)}")
         run_workers(len(cluster.devices), ["-m", "penstock.bench.plays", "run", case, name])
-        rates = json.loads((directory / "rates").read_text())
+        found: dict[str, list[Play]] = json.loads((directory / "found").read_text())
     for file, plan in zip(minibatches, plans, strict=True):
-        measured = statistics.median(rates[file])
-        simulated = simulate(plan, minibatches[file]).samples_per_s
+        measured = [rate for rate, _ in found[file]]
+        simulated = [simulate(_at_speeds(plan, speeds), minibatches[file]).samples_per_s for _, speeds in found[file]]
         yield SimulatorRow(
             case=case,
             network=network,
             plan=config_of(plan),
             schedule=plan.schedule,
-            measured=measured,
-            simulated=simulated,
-            error=simulated / measured - 1,
+            measured=statistics.median(measured),
+            simulated=statistics.median(simulated),
+            error=statistics.median(s / m - 1 for s, m in zip(simulated, measured, strict=True)),
         )
 
 
-def _plan(profiles: Mapping[int, Profile], cluster: Cluster, replicas: tuple[int, ...], schedule: str) -> Plan:
+def _plan(known: Mapping[int, Known], cluster: Cluster, replicas: tuple[int, ...], schedule: str) -> Plan:
     microbatches = 1 if schedule == "pipedream" else MICROBATCHES
     return make_plan(
-        profiles[microbatches], cluster, schedule=schedule, microbatches=microbatches, hints=Hints(replicas=replicas)
+        known[microbatches].profile,
+        cluster,
+        schedule=schedule,
+        microbatches=microbatches,
+        hints=Hints(replicas=replicas),
     )
+
+
+def _at_speeds(plan: Plan, speeds: Sequence[float]) -> Plan:
+    """The plan on devices as fast as its workers were."""
+    devices = list(plan.cluster.devices)
+    for device, speed in zip(plan.devices, speeds, strict=True):
+        devices[device] = replace(devices[device], speed=speed)
+    return replace(plan, cluster=replace(plan.cluster, devices=tuple(devices)))
 
 
 def _minibatches(plan: Plan) -> int:

@@ -321,10 +321,13 @@ def _devices_table(found: Survey) -> Table:
 def _links_table(found: Survey) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("links")
-    for column in ("in the file", "messages", "all-reduce", "all pairs at once"):
+    for column in ("messages", "all-reduce", "a worker's own time", "all pairs at once"):
         table.add_column(column, justify="right")
     for level in found.levels:
-        cells = [f"{rate}\n{latency}" for rate, latency in map(_link, (level.level, level.messages, level.all_reduce))]
+        cells = [f"{rate}\n{latency}" for rate, latency in map(_link, (level.level, level.level.ring))]
+        copying = level.handling.bytes_per_s
+        handling = f"{write_seconds(level.handling.seconds)} a message"
+        cells.append(f"{handling}\n{write_bytes_per_s(copying)} copied" if copying else handling)
         share = "-" if level.share_at_once is None else f"{level.share_at_once:.0%} each\n({level.pairs_at_once} pairs)"
         table.add_row(level.reach, *cells, share)
     return table

@@ -64,7 +64,7 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
     layers = [layer.id for layer in graph.layers]
     compute_s = np.array([costs.microbatch_s([n], 0, family) for n in layers])
     update_s = np.array([costs.update_s([n], 0, stashed=False) for n in layers])
-    rate = max(level.bytes_per_s for level in costs.cluster.levels)
+    rate = max(level.ring.bytes_per_s for level in costs.cluster.levels)
     users = Counter(name for layer in graph.layers for name in layer.parameters)
     own = [[p for p in graph.parameters_of([n]) if users[p.name] == 1] for n in layers]
     wire_s = np.array([2 * sum(p.num_bytes for p in parameters) / rate for parameters in own])

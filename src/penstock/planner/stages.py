@@ -229,15 +229,16 @@ class StageCosts:
         sync_s: Any = 0.0
         if team.size > 1:
             weights = self.parameter_bytes(begin, end)
-            sync_s = ring_allreduce(weights, team.size).seconds(self.costs.cluster.links[team.span])
+            sync_s = ring_allreduce(weights, team.size).seconds(self.costs.cluster.links[team.span].ring)
         microbatches = self.microbatches if self.family.accumulates else None
         period_s = pace(turn_s, update_s, sync_s, round_size=sizes, microbatches=microbatches)
         period_s = np.where(sizes <= self.family.widest_round(self.microbatches), period_s, np.inf)
         return Block(period_s, seconds.max(axis=0), shares)
 
     def _seconds(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> Floats:
-        """[class of the team, begin, end]: of a microbatch."""
-        return np.stack([_difference(self.compute_s(kind, again=again), begin, end) for kind in team.kinds])
+        """[class of the team, begin, end]: of a microbatch, with what its messages take."""
+        computed_s = np.stack([_difference(self.compute_s(kind, again=again), begin, end) for kind in team.kinds])
+        return computed_s + self.handled_s[begin][:, None] + self.handled_s[end][None, :]
 
     def _shares(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> tuple[Any, Any]:
         """Microbatches of a round, [class of the team, begin, end], and of all its replicas together."""
@@ -273,6 +274,12 @@ class StageCosts:
     def crossing_bytes(self) -> Floats:
         """[downset]: what crosses the cut there, for one microbatch."""
         return self.costs.scale * self.downsets.crossing_bytes(lambda value: sent_bytes(value, self.sends))
+
+    @cached_property
+    def handled_s(self) -> Floats:
+        """[downset]: that a worker on either side of the cut there is busy with what crosses it."""
+        seconds: Floats = self.costs.handled_s(self.crossing_bytes, self.family)
+        return seconds
 
     @cached_property
     def cut_s(self) -> list[Floats]:

@@ -138,7 +138,7 @@ class ThresholdSearch:
 
         Averaging takes 2 (r-1) (latency + bytes / r / bandwidth), so this is where a quadratic in r turns.
         """
-        link = self.stage_costs.costs.cluster.links[level]
+        link = self.stage_costs.costs.cluster.links[level].ring
         compute_s, update_s, weights = self._stage_compute, self._stage_update, self._weights
         wire_s, latency_s = 2 * weights / link.bytes_per_s, 2 * link.latency_s * (weights > 0)
         if not self.stage_costs.family.accumulates:
@@ -235,8 +235,9 @@ class ThresholdSearch:
 
     @cached_property
     def _stage_compute(self) -> Floats:
+        handled_s = self.stage_costs.handled_s
         difference: Floats = self._compute[None, :] - self._compute[:, None]
-        return difference
+        return difference + handled_s[None, :] + handled_s[:, None]
 
     @cached_property
     def _stage_update(self) -> Floats:

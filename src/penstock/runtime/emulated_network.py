@@ -31,6 +31,7 @@ class Transfer:
     ports: frozenset[Port]
     left_bytes: float
     latency_s: float
+    most_per_s: float = math.inf
     sent_s: float = math.inf
     """when its last byte was; not yet, at first"""
 
@@ -69,7 +70,8 @@ class Flows:
         heads = [queue[0] for queue in self.channels.values()]
         users = Counter(port for head in heads for port in head.ports)
         rates = [
-            min((self.bytes_per_s[port.level] / users[port] for port in head.ports), default=math.inf) for head in heads
+            min([head.most_per_s, *(self.bytes_per_s[port.level] / users[port] for port in head.ports)])
+            for head in heads
         ]
         ends_s = [self.now_s + head.left_bytes / rate for head, rate in zip(heads, rates, strict=True)]
         next_s = min([until_s, *ends_s])
@@ -121,8 +123,9 @@ class EmulatedNetwork:
     def _around(self, devices: Sequence[int], num_bytes: float) -> Transfer:
         traffic = ring_allreduce(num_bytes, len(devices))
         ports = frozenset(port for pair in pairwise([*devices, devices[0]]) for port in self.cluster.ports(*pair))
-        latency_s = traffic.messages * self.cluster.slowest_link(devices).latency_s
-        return Transfer(ports, traffic.messages * traffic.bytes_each, latency_s)
+        link = self.cluster.slowest_link(devices).ring
+        num_bytes = traffic.messages * traffic.bytes_each
+        return Transfer(ports, num_bytes, traffic.messages * link.latency_s, most_per_s=link.bytes_per_s)
 
     def there_s(self, transfer: Transfer) -> float:
         """When it has arrived, or will have if nothing more is sent."""

@@ -298,33 +298,31 @@ class SharedMemoryTransport:
 
     def _sum_around(self, flat: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
         """A part for each worker goes around, growing by everyone's, until it is whole; then it goes around again. All
-        get the same bits. Pieces that stay in the cache go one after the other."""
+        get the same bits. Pieces that stay in the cache follow each other a turn apart, so that a worker seldom waits
+        for what the one before it has not done yet."""
         count = len(workers)
         step = max(1, count * PIECE_BYTES // flat.element_size())
+        turns = 2 * (count - 1)
+        rings = [_Ring.over(flat[start : start + step], workers, self.rank) for start in range(0, len(flat), step)]
         try:
-            for start in range(0, len(flat), step):
-                piece = flat[start : start + step]
-                bounds = [len(piece) * part // count for part in range(count + 1)]
-                parts = [piece[begin:end] for begin, end in itertools.pairwise(bounds)]
-                self._around(parts, workers, timeout_s)
+            for tick in range(len(rings) + turns - 1):
+                active = range(max(0, tick - turns + 1), min(tick + 1, len(rings)))
+                sent = [self._pass_on(rings[piece].sent(tick - piece), rings[piece].after) for piece in active]
+                for piece in active:
+                    self._take_turn(rings[piece], tick - piece, timeout_s)
+                for each in sent:
+                    each.wait(timeout_s)
         except WorkerError as error:
             raise WorkerError(f"the all-reduce among workers {workers} failed: {error}") from error
 
-    def _around(self, parts: Sequence[Tensor], workers: tuple[int, ...], timeout_s: float) -> None:
-        count, place = len(workers), workers.index(self.rank)
-        after, before = workers[(place + 1) % count], workers[place - 1]
-        room = torch.empty_like(max(parts, key=len))
-        for turn in range(count - 1):
-            sent = self._pass_on(parts[place - turn], after)
-            growing = parts[(place - turn - 1) % count]
-            other = room[: len(growing)]
-            self._take_over(other, before, timeout_s)
-            growing.add_(other)
-            sent.wait(timeout_s)
-        for turn in range(count - 1):
-            sent = self._pass_on(parts[(place - turn + 1) % count], after)
-            self._take_over(parts[(place - turn) % count], before, timeout_s)
-            sent.wait(timeout_s)
+    def _take_turn(self, ring: _Ring, turn: int, timeout_s: float) -> None:
+        part = ring.received(turn)
+        if not ring.grows(turn):
+            self._take_over(part, ring.before, timeout_s)
+            return
+        other = torch.empty_like(part)
+        self._take_over(other, ring.before, timeout_s)
+        part.add_(other)
 
     def _pass_on(self, part: Tensor, peer: int) -> Pending:
         self._passed[peer, "to"] += 1
@@ -340,6 +338,34 @@ class SharedMemoryTransport:
         for outlet in waiting:
             outlet.push()
         return any(outlet.is_waiting for outlet in waiting)
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """One piece on its way around a ring, as one of its workers sees it: which part goes and which comes at a turn."""
+
+    parts: Sequence[Tensor]
+    place: int
+    before: int
+    after: int
+
+    @classmethod
+    def over(cls, piece: Tensor, workers: tuple[int, ...], rank: int) -> _Ring:
+        count, place = len(workers), workers.index(rank)
+        bounds = [len(piece) * part // count for part in range(count + 1)]
+        parts = [piece[begin:end] for begin, end in itertools.pairwise(bounds)]
+        return cls(parts, place, workers[place - 1], workers[(place + 1) % count])
+
+    def grows(self, turn: int) -> bool:
+        """Whether what comes is one of the sums to come; else it is whole."""
+        return turn < len(self.parts) - 1
+
+    def sent(self, turn: int) -> Tensor:
+        """What came last; at first, its own."""
+        return self.parts[(self.place - turn) % len(self.parts)]
+
+    def received(self, turn: int) -> Tensor:
+        return self.parts[(self.place - turn - 1) % len(self.parts)]
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ from torch import nn
 from penstock import codec
 from penstock.cluster import ANY_KIND
 from penstock.errors import ClusterError, WorkerError
+from penstock.runtime.handling import OwnTime
 from penstock.runtime.links import around, make_links
 from penstock.runtime.machine import host_id
 from penstock.runtime.measure import device_kind
@@ -50,6 +51,7 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
             clock=time.perf_counter,
             device=device,
             timeout_s=timeout_s,
+            own_time=OwnTime(work=work.run),
         )
         timings = []
         for number, trial in enumerate(trials):

@@ -76,8 +76,10 @@ class GradientSync:
             parts = [owned.gradient for owned in members]
             device = members[0].parameter.device
             present = torch.tensor([part is not None for part in parts], dtype=dtype, device=device)
-            zeros = [owned.parameter.new_zeros(()).expand(owned.parameter.shape) for owned in members]
-            tensors = [zero if part is None else part for part, zero in zip(parts, zeros, strict=True)]
+            tensors = [
+                torch.zeros_like(owned.parameter) if part is None else part
+                for owned, part in zip(members, parts, strict=True)
+            ]
             flat = torch.cat([present, *(tensor.reshape(-1) for tensor in tensors)])
             self.transport.all_reduce(flat, group, self.timeout_s)
             counts, sizes = flat[: len(members)].tolist(), [tensor.numel() for tensor in tensors]

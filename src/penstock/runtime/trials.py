@@ -6,20 +6,23 @@ The first worker of a group leads: it times, and tells the other what comes befo
     follower                        <- message            <- message  ..
 
 Receives are posted ahead and sends left under way, as the mailbox does it in training: at some sizes gloo is ten times
-slower with messages that nobody waits for yet.
+slower with messages that nobody waits for yet. What is averaged is gathered first, from memory that is not in the
+cache, as gradients are.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from penstock.errors import WorkerError
+from penstock.runtime.handling import OwnTime, handled_s
 from penstock.runtime.mailbox import AHEAD
 from penstock.runtime.transport import Pending, Transport
 from penstock.runtime.worker import Clock
@@ -35,6 +38,11 @@ FEWEST, MOST = 3, 200
 TOO_LONG_S = 3.0
 """A size that would take longer is left out, and with it all larger ones: the smaller have told."""
 
+COLD_BYTES = 2**26
+"""More than caches hold."""
+PARTS = 16
+"""Gradients that are averaged together."""
+
 Timed = list[tuple[int, float]]
 """Bytes, and the median seconds of a message or all-reduce of that size."""
 
@@ -45,6 +53,7 @@ class Prober:
     clock: Clock
     device: torch.device
     timeout_s: float
+    own_time: OwnTime = field(default_factory=OwnTime)
     enough_s: float = ENOUGH_S
 
     def run(self, number: int, trial: Trial) -> list[Timing]:
@@ -56,6 +65,8 @@ class Prober:
             timed: Timed = []
             if trial.pattern is Pattern.ALL_REDUCE:
                 timed = self._all_reduces(group, trial.sizes)
+            elif trial.pattern is Pattern.HANDLING:
+                timed = self._handled(group, trial.sizes)
             elif rank == group[0]:
                 timed = self.lead(group[1], trial.pattern, trial.sizes)
             else:
@@ -65,30 +76,40 @@ class Prober:
         return []
 
     def meet(self, everyone: tuple[int, ...]) -> None:
-        self._all_reduce_s(torch.zeros(1, device=self.device), everyone)
+        self._all_reduce(torch.zeros(1, device=self.device), everyone)
 
     def _all_reduces(self, members: tuple[int, ...], sizes: Sequence[int]) -> Timed:
         timed: Timed = []
         for num_bytes in sizes:
             if not self._agree(WARM_UP if _is_worth_it(timed, num_bytes) else 0, members):
                 break
-            tensor = torch.zeros(num_bytes // 4, device=self.device)
-            first_s = [self._all_reduce_s(tensor, members) for _ in range(WARM_UP)]
+            gradients = _ColdGradients(num_bytes, self.device)
+            first_s = [self._average_s(gradients, members) for _ in range(WARM_UP)]
             repeats = self._agree(self._repeats(first_s), members)
-            timed.append((num_bytes, statistics.median(self._all_reduce_s(tensor, members) for _ in range(repeats))))
+            seconds = [self._average_s(gradients, members) for _ in range(repeats)]
+            timed.append((num_bytes, statistics.median(seconds)))
         return timed
 
     def _agree(self, repeats: int, members: tuple[int, ...]) -> int:
         """The leader's word counts: the others add nothing to the sum."""
         word = torch.tensor([float(repeats if self.transport.rank == members[0] else 0)], device=self.device)
-        self._all_reduce_s(word, members)
+        self._all_reduce(word, members)
         return int(word.item())
 
-    def _all_reduce_s(self, tensor: Tensor, members: tuple[int, ...]) -> float:
+    def _average_s(self, gradients: _ColdGradients, members: tuple[int, ...]) -> float:
         start_s = self.clock()
+        self._all_reduce(gradients.gather(), members)
+        return self.clock() - start_s
+
+    def _all_reduce(self, tensor: Tensor, members: tuple[int, ...]) -> None:
         self.transport.all_reduce(tensor, members, self.timeout_s)
         self.settle()
-        return self.clock() - start_s
+
+    def _handled(self, pair: tuple[int, ...], sizes: Sequence[int]) -> Timed:
+        return [
+            (num_bytes, handled_s(num_bytes, pair, self.transport, self.own_time, self.device, self.timeout_s))
+            for num_bytes in sizes
+        ]
 
     def lead(self, peer: int, pattern: Pattern, sizes: Sequence[int]) -> Timed:
         """Time messages with a peer that follows."""
@@ -115,6 +136,19 @@ class Prober:
         """On a GPU a wait only orders what the GPU does next; here the clock is the host's."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class _ColdGradients:
+    """Gradients of so many bytes together, and memory to gather them in: neither is in the cache."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        sets = max(1, COLD_BYTES // num_bytes)
+        parts = torch.ones(sets * num_bytes // 4, device=device)  # zeros may have no memory yet
+        self._sets = itertools.cycle([each.chunk(PARTS) for each in parts.chunk(sets)])
+        self._gathered = itertools.cycle(torch.ones_like(parts).chunk(sets))
+
+    def gather(self) -> Tensor:
+        return torch.cat(next(self._sets), out=next(self._gathered))
 
 
 class _Line:

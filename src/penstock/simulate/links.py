@@ -91,8 +91,8 @@ class Links:
         """Through several devices, host by host, and back to the first, all sending at once."""
         around = sorted(devices)
         ports = dict.fromkeys(port for pair in pairwise([*around, around[0]]) for port in self._way(*pair))
-        steps = ring_allreduce(0, len(around)).messages
-        return Channel(tuple(ports), steps * self.cluster.slowest_link(around).latency_s)
+        steps, link = ring_allreduce(0, len(around)).messages, self.cluster.slowest_link(around).ring
+        return Channel(tuple(ports), steps * link.latency_s, most_per_s=link.bytes_per_s)
 
     def _way(self, source: int, target: int) -> list[Gate]:
         return [self._gate(port) for port in self.cluster.ports(source, target)]

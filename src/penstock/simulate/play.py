@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,6 +61,10 @@ class Task:
     ways: tuple[Way, ...] = ()
     enables: tuple[Inbox, ...] = ()
     """what its worker may do after it, whatever else that waits for"""
+    taking_s: float = 0.0
+    """that the worker is busy with what it takes before it computes: the end of that message's way"""
+    sending_s: float = 0.0
+    """and with what it sends when it has computed: the beginning of that one's"""
 
 
 @dataclass(slots=True)
@@ -68,14 +72,19 @@ class Meeting:
     """The workers that average together; blocking: each goes on when all have come and the ring has run."""
 
     workers: tuple[int, ...]
-    num_bytes: float
-    """that pass each port of the ring"""
-    ring: Channel
+    amount: float
+    """that passes each port of the ring, in bytes; or seconds, where its workers share cores and sum in their memory"""
+    ways: tuple[Channel, ...]
+    """around the ring; or to the core of each worker"""
     end: Callable[[tuple[int, ...], float], None]
     come: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    over: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def arrive(self, index: int, at_s: float) -> None:
-        self.end(self.workers, at_s)
+        self.over[index] += 1
+        if self.over[index] >= len(self.ways):
+            del self.over[index]
+            self.end(self.workers, at_s)
 
 
 @dataclass(slots=True)
@@ -145,17 +154,20 @@ class Player:
                     inbox.waiting[index] = worker
                     self._position[worker], self._free_s[worker] = at, free_s
                     return
-                if inbox.ready_s[index] > free_s:
-                    free_s = inbox.ready_s[index]
+                ready_s = inbox.ready_s[index] - task.taking_s
+                if ready_s > free_s:
+                    free_s = ready_s
+                free_s += task.taking_s
             starts_s.append(free_s)
             end_s = free_s + task.seconds if pace is None else pace.end_s(free_s, task.seconds)
             if desk is not None:
                 self._position[worker], self._free_s[worker] = at, free_s
-                self.links.send(free_s, desk.core, (end_s - free_s, desk, index))
+                busy_s = task.taking_s + end_s - free_s + task.sending_s
+                self.links.send(free_s - task.taking_s, desk.core, (busy_s, desk, index))
                 return
-            free_s = end_s
-            ends_s.append(free_s)
-            self._hand_on(worker, program[at], task, free_s)
+            ends_s.append(end_s)
+            self._hand_on(worker, program[at], task, end_s)
+            free_s = end_s + task.sending_s
         self._position[worker] = len(program)
 
     def _computed(self, worker: int, at_s: float) -> None:
@@ -188,9 +200,9 @@ class Player:
             return
         del meeting.come[index]
         all_there_s = max(self._free_s[each] for each in meeting.workers)
-        if meeting.num_bytes:
-            self.links.send(all_there_s, meeting.ring, (meeting.num_bytes, meeting, index))
-        else:
+        for way in meeting.ways:
+            self.links.send(all_there_s, way, (meeting.amount, meeting, index))
+        if not meeting.ways:
             meeting.arrive(index, all_there_s)
 
     def _part(self, workers: tuple[int, ...], at_s: float) -> None:
@@ -213,19 +225,26 @@ class Player:
         tasks: list[dict[Kind, dict[int, Task]]] = [defaultdict(dict) for _ in range(pipeline.num_workers)]
         for stage, replicas in enumerate(pipeline.workers):
             halves = (weight[stage],) if weight else ()
+            before, behind = pipeline.reads[stage], pipeline.read_by[stage]
+            there = self._handled_s((at, stage) for at in before), self._handled_s((stage, at) for at in behind)
+            and_back = self._handled_s((at, stage) for at in behind), self._handled_s((stage, at) for at in before)
             for worker in replicas:
                 onward = tuple(self._way(stage, reader, forward[reader]) for reader in pipeline.read_by[stage])
                 back = tuple(self._way(stage, source, backward[source]) for source in pipeline.reads[stage])
                 seconds = self.costs.seconds_of(stage, worker)
                 for kind, task in (
-                    (Kind.FORWARD, Task(seconds[Kind.FORWARD], forward[stage], onward, (backward[stage],))),
-                    (Kind.BACKWARD, Task(seconds[Kind.BACKWARD], backward[stage], back, halves)),
-                    (Kind.INPUT, Task(seconds[Kind.INPUT], backward[stage], back, halves)),
+                    (Kind.FORWARD, Task(seconds[Kind.FORWARD], forward[stage], onward, (backward[stage],), *there)),
+                    (Kind.BACKWARD, Task(seconds[Kind.BACKWARD], backward[stage], back, halves, *and_back)),
+                    (Kind.INPUT, Task(seconds[Kind.INPUT], backward[stage], back, halves, *and_back)),
                     *((Kind.WEIGHT, Task(seconds[Kind.WEIGHT], inbox)) for inbox in halves),
                     (Kind.STEP, Task(seconds[Kind.STEP])),
                 ):
                     tasks[worker][kind][stage] = task
         return tasks
+
+    def _handled_s(self, messages: Iterable[tuple[int, int]]) -> float:
+        """That a worker is busy with messages from and to these stages."""
+        return sum(self.costs.message_handled_s(*ends) for ends in messages)
 
     def _way(self, stage: int, target: int, inbox: Inbox) -> Way:
         return Way(inbox, self.schedule.pipeline.turns[target], self.costs.message_bytes(stage, target), {})
@@ -243,9 +262,14 @@ class Player:
         together, workers = pipeline.sync_stages[stage], pipeline.sync_workers(stage)
         if together[0] not in self._meetings:
             traffic = ring_allreduce(max(map(self.costs.sync_bytes, together)), len(workers))
-            ring = self.links.ring(self.plan.devices[worker] for worker in workers)
-            num_bytes = traffic.messages * traffic.bytes_each
-            self._meetings[together[0]] = Meeting(workers, num_bytes, ring, self._part)
+            devices = [self.plan.devices[worker] for worker in workers]
+            amount = traffic.messages * traffic.bytes_each
+            ways: tuple[Channel, ...] = (self.links.ring(devices),) if amount else ()
+            desks = [desk for desk in map(self._desks.__getitem__, workers) if desk is not None]
+            if amount and len(desks) == len(workers) and len(set(map(self.plan.cluster.host, devices))) == 1:
+                amount = float(traffic.seconds(self.plan.cluster.slowest_link(devices).ring))
+                ways = tuple(desk.core for desk in desks)
+            self._meetings[together[0]] = Meeting(workers, amount, ways, self._part)
         return self._meetings[together[0]]
 
     def _columns(self) -> Columns:

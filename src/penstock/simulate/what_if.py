@@ -83,9 +83,11 @@ def _links(cluster: Cluster, change: _Change) -> Cluster:
         chosen = range(int(which), int(which) + 1)
 
     def changed(level: Level) -> Level:
-        if change.name == "bandwidth":
-            return replace(level, bytes_per_s=change.number(level.bytes_per_s, units.parse_bytes_per_s))
-        return replace(level, latency_s=change.number(level.latency_s, units.parse_seconds))
+        names = ("bytes_per_s", "ring_bytes_per_s") if change.name == "bandwidth" else ("latency_s", "ring_latency_s")
+        parse = units.parse_bytes_per_s if change.name == "bandwidth" else units.parse_seconds
+        known = {name: getattr(level, name) for name in names if getattr(level, name) is not None}
+        changes: dict[str, Any] = {name: change.number(value, parse) for name, value in known.items()}
+        return replace(level, **changes)
 
     levels = tuple(changed(level) if at in chosen else level for at, level in enumerate(cluster.levels))
     return replace(cluster, levels=levels)

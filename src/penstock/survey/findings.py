@@ -7,12 +7,12 @@ import statistics
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.cluster import Cluster, Level, cluster_toml, parse_cluster_toml
 from penstock.cost import Traffic, message, ring_allreduce
-from penstock.survey.fit import Sample, between, fit_link
+from penstock.survey.fit import Handling, Sample, fit_handling, fit_link
 from penstock.survey.hosts import Host, WorkerFacts, group_hosts, level_sizes, make_devices
 from penstock.survey.trials import Pattern, Reach, Timing, Trial
 from penstock.units import write_bytes_per_s, write_seconds
@@ -36,11 +36,8 @@ class Check:
 class LevelFindings:
     reach: str
     level: Level
-    """what the file says: one bandwidth and latency for messages and all-reduces alike"""
-    messages: Level
-    """what messages alone say"""
-    all_reduce: Level
-    """what the all-reduce alone says, by the ring model"""
+    """what the file says: messages, and all-reduces by the ring model"""
+    handling: Handling
     checks: tuple[Check, ...]
     pairs_at_once: int
     share_at_once: float | None
@@ -62,7 +59,14 @@ def conclude(facts: Sequence[WorkerFacts], trials: Sequence[Trial], timings: Seq
     sizes = level_sizes(hosts)
     reaches = [reach for reach in Reach if any(trial.reach is reach for trial in trials)]
     levels = tuple(_findings(reach, size, trials, timings) for reach, size in zip(reaches, sizes, strict=True))
-    measured = Cluster(name=_name(hosts), devices=devices, levels=tuple(found.level for found in levels))
+    handling = levels[-1].handling  # the outermost that was measured: what is slowest to handle
+    measured = Cluster(
+        name=_name(hosts),
+        devices=devices,
+        levels=tuple(found.level for found in levels),
+        handling_s=handling.seconds,
+        copying_bytes_per_s=handling.bytes_per_s,
+    )
     remarks = (*_host_remarks(hosts, sizes), *(remark for found in levels for remark in found.remarks))
     toml = cluster_toml(measured, _about(hosts, levels, remarks, backend), [found.reach for found in levels])
     # What the file says is what planning will see: answer with that, not with more digits.
@@ -77,20 +81,28 @@ def _findings(reach: Reach, size: int, trials: Sequence[Trial], timings: Sequenc
     messages, rings = by_pattern[Pattern.TO_AND_FRO], by_pattern[Pattern.ALL_REDUCE]
     message_medians, ring_medians = _medians(messages, trials), _medians(rings, trials)
     of_messages, of_rings = (fit_link([m.sample for m in part]) for part in (message_medians, ring_medians))
-    exact = between(of_messages, of_rings, size)
-    level = replace(exact, bytes_per_s=_two_digits(exact.bytes_per_s), latency_s=_two_digits(exact.latency_s))
+    level = Level(
+        size=size,
+        bytes_per_s=_two_digits(of_messages.bytes_per_s),
+        latency_s=_two_digits(of_messages.latency_s),
+        ring_bytes_per_s=_two_digits(of_rings.bytes_per_s),
+        ring_latency_s=_two_digits(of_rings.latency_s),
+    )
+    exact = fit_handling(_handled(by_pattern[Pattern.HANDLING]))
+    copying = None if exact.bytes_per_s is None else _two_digits(exact.bytes_per_s)
     pairs, share = _at_once(by_pattern[Pattern.STREAM], trials)
     remarks = [
-        *_all_reduce_remark(reach, level, of_messages, of_rings),
         *_sharing_remark(reach, pairs, share),
         *_slow_pair_remark(reach, messages, trials, of_messages),
     ]
     return LevelFindings(
         reach=reach.value,
         level=level,
-        messages=of_messages,
-        all_reduce=of_rings,
-        checks=tuple(median.check(level) for median in message_medians + ring_medians),
+        handling=Handling(_two_digits(exact.seconds), copying),
+        checks=(
+            *(median.check(level) for median in message_medians),
+            *(median.check(level.ring) for median in ring_medians),
+        ),
         pairs_at_once=pairs,
         share_at_once=share,
         remarks=tuple(remarks),
@@ -123,6 +135,14 @@ def _medians(timings: Sequence[Timing], trials: Sequence[Trial]) -> list[_Median
     ]
 
 
+def _handled(timings: Sequence[Timing]) -> list[tuple[int, float]]:
+    """Bytes of a message, and the median of what it took of a worker's own time."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for timing in timings:
+        found[timing.num_bytes].append(timing.seconds)
+    return [(num_bytes, statistics.median(seconds)) for num_bytes, seconds in found.items()]
+
+
 def _at_once(streams: Sequence[Timing], trials: Sequence[Trial]) -> tuple[int, float | None]:
     """How many pairs sent at the same time, and how fast each was beside one alone."""
     if not streams:
@@ -133,15 +153,6 @@ def _at_once(streams: Sequence[Timing], trials: Sequence[Trial]) -> tuple[int, f
         for trial in (alone, together)
     }
     return len(trials[together].groups), median_s[alone] / median_s[together]
-
-
-def _all_reduce_remark(reach: Reach, level: Level, messages: Level, ring: Level) -> list[str]:
-    if ring.bytes_per_s >= WORTH_SAYING * messages.bytes_per_s:
-        return []
-    return [
-        f"{reach.value}: an all-reduce gets {_rate(ring)} of the {_rate(messages)} that messages get; the file's "
-        f"{_rate(level)} lies between, so all-reduces will be slower than predicted and messages faster"
-    ]
 
 
 def _sharing_remark(reach: Reach, pairs: int, share: float | None) -> list[str]:
@@ -191,12 +202,11 @@ def _about(hosts: Sequence[Host], levels: Sequence[LevelFindings], remarks: Sequ
     lines += [f"  {host.name}: {_range(host.workers)}" for host in hosts]
     for found in levels:
         lines.append(f"Links {found.reach}:")
-        lines += [f"  messages    {_link(found.messages)}", f"  all-reduce  {_link(found.all_reduce)}"]
+        handled = f"  a message takes {write_seconds(found.handling.seconds)} of a worker's own time"
+        copied = found.handling.bytes_per_s
+        lines.append(f"{handled}, and copying at {write_bytes_per_s(copied)}" if copied else handled)
         if found.share_at_once is not None:
             lines.append(f"  {found.pairs_at_once} pairs at once: each {found.share_at_once:.0%} of its rate alone")
-    lines.append(
-        "The file has the geometric mean of the two, so that neither prediction is further off than the other."
-    )
     for remark in remarks:
         lines += textwrap.wrap(f"Note: {remark}.", width=100, subsequent_indent="  ")
     return lines

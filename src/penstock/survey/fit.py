@@ -46,10 +46,18 @@ def fit_link(samples: Sequence[Sample]) -> Level:
     return Level(size=1, bytes_per_s=float(np.exp(-per_byte)), latency_s=float(np.exp(latency)))
 
 
-def between(one: Level, two: Level, size: int) -> Level:
-    """The level that is off by the same factor from both, the root of how far they are apart."""
-    return Level(
-        size=size,
-        bytes_per_s=float(np.sqrt(one.bytes_per_s * two.bytes_per_s)),
-        latency_s=float(np.sqrt(one.latency_s * two.latency_s)),
-    )
+class Handling(NamedTuple):
+    """What a message takes of the time of a worker that sends or takes it."""
+
+    seconds: float
+    bytes_per_s: float | None
+    """None where copying does not show"""
+
+
+def fit_handling(timed: Sequence[tuple[int, float]]) -> Handling:
+    """From bytes and seconds: the slope between the smallest and the largest, and what is left of the smallest."""
+    (least, least_s), (most, most_s) = min(timed), max(timed)
+    if most_s <= least_s or most == least:
+        return Handling(least_s, None)
+    bytes_per_s = (most - least) / (most_s - least_s)
+    return Handling(max(0.0, least_s - least / bytes_per_s), bytes_per_s)

@@ -28,12 +28,15 @@ class Pattern(Enum):
     STREAM = "stream"
     """message after message, one way"""
     ALL_REDUCE = "all-reduce"
+    HANDLING = "handling"
+    """messages of a pipeline of two that compute: what they take of a worker's own time"""
 
 
 SIZES = {
     Pattern.TO_AND_FRO: (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
     Pattern.STREAM: (MIB,),
-    Pattern.ALL_REDUCE: (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),  # gradients of a stage are not small
+    Pattern.ALL_REDUCE: (MIB, 4 * MIB, 16 * MIB, 32 * MIB),  # gradients of a stage are not small
+    Pattern.HANDLING: (64 * KIB, MIB, 4 * MIB),
 }
 """In bytes, ascending."""
 
@@ -73,6 +76,7 @@ def _inside(hosts: Sequence[tuple[int, ...]]) -> list[Trial]:
     rounds = itertools.zip_longest(*(few_pairs(workers) for workers in hosts))
     trials = [_trial(Reach.INSIDE, Pattern.TO_AND_FRO, [pair for pair in pairs if pair]) for pairs in rounds]
     trials.append(_trial(Reach.INSIDE, Pattern.ALL_REDUCE, hosts))
+    trials.append(_trial(Reach.INSIDE, Pattern.HANDLING, [workers[:2] for workers in hosts]))
     at_once = [pair for workers in hosts if len(workers) >= 4 for pair in _neighbours(workers)]
     alone = [workers[:2] for workers in hosts if len(workers) >= 4]
     return trials + _streams(Reach.INSIDE, alone, at_once)
@@ -85,6 +89,7 @@ def _between(hosts: Sequence[tuple[int, ...]]) -> list[Trial]:
         for (one, two), end in zip(few_pairs(hosts), (0, -1, 0), strict=False)
     ]
     trials.append(_trial(Reach.BETWEEN, Pattern.ALL_REDUCE, [tuple(itertools.chain(*hosts))]))
+    trials.append(_trial(Reach.BETWEEN, Pattern.HANDLING, [(hosts[0][0], hosts[1][0])]))
     at_once = [pair for one, two in _neighbours(hosts) for pair in zip(one, two, strict=False)]
     return trials + _streams(Reach.BETWEEN, at_once[:1], at_once)
 

@@ -1,0 +1,92 @@
+"""What messages take of a worker's own time: a pipeline of two workers that do some work between their messages.
+
+Work comes between, since in training the caches are full of other things when a message comes or goes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.transport import Channel, Pending, Transport
+from penstock.runtime.worker import Clock
+from penstock.schedule import Action, Kind, Pipeline, build_schedule
+
+MICROBATCHES, WARM_UP = 12, 2
+_PIPELINE = Pipeline(workers=((0,), (1,)), reads=((), (0,)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTime:
+    work: Callable[[], None] = lambda: None
+    thread_s: Clock = time.thread_time
+    """processor seconds of the worker"""
+    helpers_s: Clock = lambda: time.process_time() - time.thread_time()
+    """and of threads that carry messages for it"""
+
+
+def handled_s(
+    num_bytes: int, pair: tuple[int, ...], transport: Transport, own: OwnTime, device: torch.device, timeout_s: float
+) -> float:
+    """Seconds that a worker of the pair is busy with a message that it sends or takes, the median; both call it."""
+    place = pair.index(transport.rank)
+    mailbox = Mailbox(
+        _PIPELINE, {(0, 1): 1}, transport=_Between(transport, pair, place), device=device, timeout_s=timeout_s
+    )
+    schedule = build_schedule("1f1b", _PIPELINE, [MICROBATCHES])
+    mailbox.begin(schedule, [1] * MICROBATCHES)
+    tensor = torch.zeros(num_bytes // 4, device=device)
+    taken_s: list[float] = []
+    sent_s: list[float] = []
+    program = [action for action in schedule.programs[place] if action.of_microbatch]
+    idle_s = _helped_s(own, [own.work] * (len(program) // 2)) * 2
+
+    def act(action: Action) -> None:
+        other, takes = 1 - place, (action.kind is Kind.FORWARD) == (place == 1)
+        start_s = own.thread_s()
+        mailbox.post_receives()
+        if takes:
+            mailbox.take(Action(other, action.kind, action.index), place)
+            taken_s.append(own.thread_s() - start_s)
+        own.work()
+        start_s = own.thread_s()
+        if not takes:
+            mailbox.send(action.result, other, [tensor])
+            sent_s.append(own.thread_s() - start_s)
+
+    helped_s = _helped_s(own, [partial(act, action) for action in program])
+    mailbox.finish()
+    own_s = statistics.mean(statistics.median(each[WARM_UP:]) for each in (taken_s, sent_s))
+    return own_s + max(0.0, helped_s - idle_s) / len(program)
+
+
+def _helped_s(own: OwnTime, steps: Sequence[Callable[[], None]]) -> float:
+    start_s = own.helpers_s()
+    for step in steps:
+        step()
+    return own.helpers_s() - start_s
+
+
+@dataclass
+class _Between:
+    """A transport on which the two of a pair are workers 0 and 1."""
+
+    transport: Transport
+    pair: tuple[int, ...]
+    rank: int
+
+    def send(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        return self.transport.send(tensor, (self.pair[channel[0]], channel[1]), number)
+
+    def receive(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        return self.transport.receive(tensor, (self.pair[channel[0]], channel[1]), number)
+
+    def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        self.transport.all_reduce(tensor, tuple(self.pair[worker] for worker in workers), timeout_s)
