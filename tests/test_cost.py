@@ -124,6 +124,14 @@ def test_memory_is_versions_and_gradient_of_weights_and_optimizer_state_and_acti
     assert costs.stage_memory_bytes(stage, family("inference")) == 100 + 3 * 14
 
 
+def test_with_all_forwards_first_a_replica_keeps_its_share_of_every_round() -> None:
+    profile = chain_profile([1.0], batch_size=6, saved_bytes=10)
+    for schedule, kept in (("gpipe", 2 * 3), ("1f1b", 2 * (3 - 1) + 1)):
+        plan = plan_of(profile, flat_cluster(1), [[0]], schedule=schedule, microbatches=6, shares=[(2,)])
+        plan = replace(plan, stages=(replace(plan.stages[0], in_flight=3),))
+        assert PlanCosts(plan).memory_bytes(0) == pytest.approx(10 * kept)
+
+
 def test_a_stage_that_recomputes_keeps_its_inputs_and_the_rest_of_one_microbatch() -> None:
     profile = chain_profile([1.0] * 3, value_bytes=10, saved_bytes=100, parameter_bytes=1000)
     stage = Stage(layers=(1, 2), devices=(0,), in_flight=5, recompute=True)

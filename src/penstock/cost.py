@@ -16,7 +16,7 @@ from penstock.compression import COMPRESSIONS
 from penstock.graph import Value
 from penstock.plan import Plan, Stage
 from penstock.profile import LayerSeconds, Profile
-from penstock.schedule import Action, Family, Kind, family, replica_depth
+from penstock.schedule import Action, Family, Kind, family
 
 MOST_SHARES = 4
 """A replica takes at most so many microbatches of a round: longer rounds update less often."""
@@ -137,7 +137,7 @@ class CostModel:
 
     def stage_memory_bytes(self, stage: Stage, schedule: Family, share: int = 1) -> float:
         """Peak bytes of a replica with such a share."""
-        in_flight, versions = replica_depth(stage.in_flight, share), schedule.versions(stage.in_flight)
+        in_flight, versions = schedule.most_in_flight(stage.in_flight, share), schedule.versions(stage.in_flight)
         return float(self.stage_memory(stage, schedule).at(in_flight=in_flight, versions=versions))
 
     def stage_memory(self, stage: Stage, schedule: Family) -> Memory:

@@ -26,7 +26,7 @@ from penstock.cost import (
     stashes_weights,
 )
 from penstock.planner.downsets import Bools, Downsets, Floats
-from penstock.schedule import Family, replica_depth
+from penstock.schedule import Family
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -251,7 +251,7 @@ class StageCosts:
         for kind, shares in zip(team.kinds, timed.shares, strict=True):
             limit = self.classes[kind].memory_bytes
             if limit is not None:
-                need = self.memory_bytes(begin, end, depth, replica_depth(depth, shares), again=again)
+                need = self.memory_bytes(begin, end, depth, self.family.most_in_flight(depth, shares), again=again)
                 fits &= need <= limit
         return fits
 

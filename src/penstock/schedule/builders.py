@@ -37,7 +37,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Kind
@@ -75,6 +75,11 @@ class Family:
         """How many microbatches a stage's replicas may share out in turn: where updates accumulate without a drain,
         every replica must have its share in each."""
         return microbatches if self.asynchronous and self.accumulates else math.inf
+
+    def most_in_flight(self, depth: int, share: Any) -> Any:
+        """Microbatches on a replica with such a share of a round, a number or an array of them, at a stage of that
+        depth: with all forwards first, its share of every round."""
+        return share * depth if self.all_forwards_first else replica_depth(depth, share)
 
     def versions(self, in_flight: int) -> int:
         """How many versions of its weights a stage keeps with so many microbatches in flight."""
