@@ -322,3 +322,11 @@ def test_the_simulators_verdict_counts_errors_and_pairs_in_another_order() -> No
     assert "4 are in another order" not in crossed
     assert "2 are in another order" in crossed
     assert crossed.endswith("NOT met.")
+
+
+def test_runs_that_crowd_their_cores_are_judged_with_the_others_and_left_out() -> None:
+    rows = [played(100.0, 103.0), replace(played(100.0, 130.0), crowded=True)]
+    everything, roomy = verdict(rows).split(" NOT met. ")
+    assert everything.startswith("2 runs: median error 16.5%, worst 30.0%")
+    assert roomy.startswith("1 of them do not crowd their cores: median error 3.0%")
+    assert roomy.endswith(": met.")
