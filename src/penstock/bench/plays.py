@@ -21,6 +21,7 @@ from penstock import codec
 from penstock.bench.contenders import Alone, Ours, Whole, steps_per_s
 from penstock.bench.jobs import bench_job, bench_profile
 from penstock.bench.pair import run_together
+from penstock.bench.profile import summed_s
 from penstock.cost import PlanCosts
 from penstock.plan import Plan
 from penstock.profile import Profile
@@ -69,8 +70,7 @@ def _profile(case: str, microbatches: int) -> tuple[Profile, float]:
 def _steps(found: tuple[Profile, float]) -> float:
     """How many of plain torch's steps a profile's is."""
     made, step_s = found
-    (rows,) = made.seconds.values()
-    return (sum(made.compute_s(*made.seconds)) + sum(row.update_s for row in rows)) / step_s
+    return summed_s(made) / step_s
 
 
 def cluster(case: str, directory: Path) -> None:

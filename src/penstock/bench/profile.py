@@ -25,7 +25,7 @@ def _case(name: str) -> Row:
     job = bench_job(name)
     sums, wholes = [], []
     for _ in range(ROUNDS):
-        sums.append(_sum_s(bench_profile(job, repeats=5)))
+        sums.append(summed_s(bench_profile(job, repeats=5)))
         wholes.append(1 / steps_per_s(Whole(job, job.batch_size), WHOLE_S))
     ratio = statistics.median(sums) / statistics.median(wholes)
     return Row(
@@ -39,6 +39,7 @@ def _case(name: str) -> Row:
     )
 
 
-def _sum_s(profile: Profile) -> float:
+def summed_s(profile: Profile) -> float:
+    """Forward, backward and update of all layers."""
     update_s = sum(row.update_s for row in profile.seconds_on(ANY_KIND))
     return sum(profile.compute_s(ANY_KIND)) + update_s

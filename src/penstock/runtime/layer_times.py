@@ -30,8 +30,8 @@ from penstock.runtime.precision import Autocast
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.stage import StageModule
 from penstock.runtime.weights import Weights
+from penstock.runtime.worker import Clock
 
-Clock = Callable[[], float]
 MOST_ADDED = 4
 """Microbatches of a whole step: of more, nearly all add their gradients too."""
 Values = dict[str, Any]

@@ -21,10 +21,11 @@ from penstock.profile import LayerSeconds, Profile
 from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.capture import capture, untouched
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
-from penstock.runtime.layer_times import Clock, LayerTimes, StepTimes, Timer, as_leaf, tensors_in
+from penstock.runtime.layer_times import LayerTimes, StepTimes, Timer, as_leaf, tensors_in
 from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.split import Section, Splitter
+from penstock.runtime.worker import Clock
 
 Progress = Callable[[int, int], None]
 BUNDLE_BYTES = 2**25
