@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from penstock.cost import PlanCosts
 from penstock.graph import LayerGraph
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.planner.request import Placed, Request
 
 

@@ -290,6 +290,23 @@ def test_a_disk_that_fails_ends_the_run_and_says_so(every: int, tmp_path: Path) 
         )
 
 
+def test_a_lost_peer_is_left_to_the_pipeline_which_knows_its_name(tmp_path: Path) -> None:
+    """The run goes on to its end here, where nobody is lost, and then says what became of the checkpoint."""
+    seen: list[Action] = []
+
+    def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    plan = plan_for("conv", "pipedream", (1, 1))
+    with pytest.raises(WorkerError, match="Connection reset by peer"):
+        train_keeping(
+            plan, maker("conv"), RunDirectory(tmp_path), every=1, save=save, on_action=lambda who, act: seen.append(act)
+        )
+    whole: list[Action] = []
+    train_keeping(plan, maker("conv"), RunDirectory(tmp_path / "whole"), on_action=lambda who, act: whole.append(act))
+    assert sorted(seen) == sorted(whole)
+
+
 # --- reading
 
 

@@ -20,10 +20,11 @@ from models import make_job
 from penstock import codec
 from penstock.cluster import Cluster, Level
 from penstock.compression import BLOCK, COMPRESSIONS
-from penstock.cost import PlanCosts, sent_bytes
+from penstock.cost import sent_bytes
 from penstock.errors import PlanError
 from penstock.graph import Value
 from penstock.plan import Plan, Stage
+from penstock.plan_costs import PlanCosts
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
 from penstock.runtime.compress import LOOKED_AT_EVERY, ErrorMeter, decode, encode, layout_sent, relative_error

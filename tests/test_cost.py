@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from builders import chain_graph, chain_profile, flat_cluster, law, layer_seconds, plan_of, profile_of, profiles
 from penstock.cluster import Cluster, Device, Level
-from penstock.cost import CostModel, PlanCosts, message, stashes_weights
+from penstock.cost import CostModel, message, stashes_weights
 from penstock.errors import ProfileError
 from penstock.graph import Layer, LayerGraph, Value
 from penstock.plan import Stage
+from penstock.plan_costs import PlanCosts
 from penstock.profile import LayerSeconds, Profile
 from penstock.schedule import Action, family
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from builders import chain_graph, chain_profile, flat_cluster, law, layer_seconds, plan_of, plans, profile_of
 from penstock import codec
-from penstock.cost import PlanCosts
 from penstock.graph import Layer, LayerGraph, Value
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.report.drawing import inline_svg, layered, svg_file
 from penstock.report.drawing.blocks import Block, BlockGraph, readable_blocks
 from penstock.report.drawing.labels import DeliveryLabel

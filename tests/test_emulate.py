@@ -18,9 +18,9 @@ from penstock.bench.emulated import EmulatedRow, Rates
 from penstock.cli.app import app
 from penstock.cli.show import bench_table, print_table
 from penstock.cluster import Cluster, parse_cluster
-from penstock.cost import PlanCosts
 from penstock.errors import PlanError
 from penstock.plan import Plan, Stage
+from penstock.plan_costs import PlanCosts
 from penstock.planner import make_plan
 from penstock.run import RunDirectory
 from penstock.runtime.emulate import emulate, usual_dilation

@@ -33,7 +33,8 @@ said = [socket.gethostname(), host_id(), list(links.chosen.values()), tensor.sum
 print(json.dumps(said))
 """
 HOLD = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background of a shell do not have
 from penstock.bench.hosts import make_hosts
 with make_hosts(2) as hosts:
     sys.stdout.write(" ".join(str(host.process) for host in (*hosts.hosts, hosts.switch)) + "\\n")

@@ -16,7 +16,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "errors", "codec", "units", "compression", "graph", "cluster", "profile", "schedule", "plan", "trace",
         "sampling", "job", "remedy", "clocks", "record", "run",
     ),
-    1: ("cost", "sync"),
+    1: ("cost", "plan_costs", "sync"),
     2: ("planner", "simulate", "sweep", "formats", "survey"),
     3: ("runtime",),
     4: ("adapt",),

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from builders import SYNCHRONOUS, TRAINING, chain_profile, clusters, flat_cluster, law, profiles, slow_law
 from penstock import codec
 from penstock.cluster import Cluster, Device, Level
-from penstock.cost import PlanCosts
 from penstock.errors import PlanError
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.planner import make_plan
 from penstock.profile import Profile
 from penstock.schedule import check

@@ -23,10 +23,10 @@ from builders import (
 )
 from penstock import codec
 from penstock.cluster import Cluster, Device, Level
-from penstock.cost import PlanCosts
 from penstock.errors import ClusterError, ScheduleError
 from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.schedule import Kind, check, dependencies, depths_with_slack, family, planned_depth
 from penstock.schedule.builders import position_on
 from penstock.simulate import CALM, Conditions, Episode, Stragglers, parse_conditions, play, simulate

@@ -81,17 +81,25 @@ class Hosts:
                     _run(end.inside(["tc", "qdisc", "add", "dev", device, "root", *bucket.split()]))
 
     def run_workers(
-        self, arguments: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None
+        self,
+        arguments: Sequence[str],
+        *,
+        timeout_s: float,
+        on: Sequence[int] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """Run ``python ARGUMENTS`` on every host, as torchrun would with one worker on each; returns what they said.
+        """Run ``python ARGUMENTS`` as torchrun would, one worker on every host, or each worker ``on`` a host by
+        its number; returns what they said.
 
         The first one to fail ends the others, and its own last words are raised.
         """
+        on = range(len(self.hosts)) if on is None else on
         with ExitStack() as stack:
-            said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in self.hosts]
+            said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in on]
             workers = []
-            for rank, (host, file) in enumerate(zip(self.hosts, said, strict=True)):
-                own = {**os.environ, **(environment or {}), **self._environment(rank)}
+            for rank, (number, file) in enumerate(zip(on, said, strict=True)):
+                host = self.hosts[number]
+                own = {**os.environ, **(environment or {}), **self._environment(rank, on)}
                 command = ["setpriv", "--pdeathsig", "KILL", "taskset", "--cpu-list", str(host.core), sys.executable]
                 worker = subprocess.Popen(
                     host.inside([*command, *arguments]), env=own, stdout=file, stderr=subprocess.STDOUT
@@ -105,16 +113,19 @@ class Hosts:
                 texts.append(file.read())
             if failed is not None:
                 words = "\n".join(texts[failed].strip().splitlines()[-TOLD_LINES:])
-                raise WorkerError(f"worker {failed} on {self.hosts[failed].name} failed: {words or 'without a word'}")
+                raise WorkerError(
+                    f"worker {failed} on {self.hosts[on[failed]].name} failed: {words or 'without a word'}"
+                )
             return texts
 
-    def _environment(self, rank: int) -> dict[str, str]:
+    def _environment(self, rank: int, on: Sequence[int]) -> dict[str, str]:
+        beside = [other for other, number in enumerate(on) if number == on[rank]]
         return {
             "RANK": str(rank),
-            "WORLD_SIZE": str(len(self.hosts)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": self.hosts[0].address,
+            "WORLD_SIZE": str(len(on)),
+            "LOCAL_RANK": str(beside.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(beside)),
+            "MASTER_ADDR": self.hosts[on[0]].address,
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",

@@ -12,7 +12,7 @@ from penstock.errors import JobError
 from penstock.job import Job
 from penstock.profile import Profile
 from penstock.runtime.jobs import build_job
-from penstock.runtime.measure import profile_job
+from penstock.runtime.measure import Progress, profile_job
 from penstock.workloads import demo
 from penstock.workloads.models import small_vgg, vgg11
 
@@ -63,7 +63,9 @@ def bench_job(name: str) -> Job:
     return build_job(JOBS[name], name)
 
 
-def bench_profile(job: Job, *, repeats: int, microbatches: int = 1) -> Profile:
+def bench_profile(
+    job: Job, *, repeats: int, microbatches: int = 1, progress: Progress = lambda done, total: None
+) -> Profile:
     """A job's profile as one CPU worker of one thread sees it, with so many microbatches to a minibatch; call it with
     such a share of the machine."""
     return profile_job(
@@ -73,5 +75,5 @@ def bench_profile(job: Job, *, repeats: int, microbatches: int = 1) -> Profile:
         microbatch_size=job.batch_size // microbatches,
         threads=1,
         repeats=repeats,
-        progress=lambda done, total: None,
+        progress=progress,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -21,9 +22,9 @@ from penstock import codec
 from penstock.bench.contenders import Alone, Ours, Whole, steps_per_s
 from penstock.bench.jobs import bench_job, bench_profile
 from penstock.bench.pair import run_together
-from penstock.bench.profile import summed_s
-from penstock.cost import PlanCosts
+from penstock.job import Job
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.profile import Profile
 from penstock.runtime.links import make_links, talking_pairs
 from penstock.runtime.survey import survey_cluster
@@ -35,7 +36,8 @@ CORES = 2
 MICROBATCHES = 4
 """to a minibatch, under synchronous schedules"""
 ROUNDS = 5
-PROFILES, REPEATS = 3, 6
+PROFILE_S, PASSES, FEWEST = 12.0, 5, 6
+"""about how long a profile takes: its passes are two through the layers, a step, and plain torch's"""
 BESIDE_S = 0.6
 """for something else, before and after"""
 TIMEOUT_S = 120.0
@@ -49,28 +51,32 @@ def profile(case: str, directory: Path) -> None:
     microbatches, since small ones use large layers badly."""
     with join_workers(1, TIMEOUT_S):
         for microbatches in (1, MICROBATCHES):
-            found = sorted((_profile(case, microbatches) for _ in range(PROFILES)), key=_steps)
+            dist.barrier()
+            made, step_s = _profile(bench_job(case), microbatches)
             if dist.get_rank() == 0:
-                made, step_s = found[PROFILES // 2]
                 codec.save(made, directory / f"profile {microbatches}.json")
                 (directory / f"step {microbatches}").write_text(json.dumps(step_s))
         dist.barrier()
 
 
-def _profile(case: str, microbatches: int) -> tuple[Profile, float]:
-    """With the seconds that plain torch took for a step about that time."""
-    job = bench_job(case)
-    whole = _whole(case, job.batch_size // microbatches)
-    dist.barrier()
-    before = steps_per_s(whole, BESIDE_S)
-    made = bench_profile(job, repeats=REPEATS, microbatches=microbatches)
-    return made, 2 / (before + steps_per_s(whole, BESIDE_S))
+def _profile(job: Job, microbatches: int) -> tuple[Profile, float]:
+    """With the seconds of plain torch's step, taken by turns with the passes of the profile: a slow moment befalls
+    both, and medians of either leave the same out."""
+    samples = job.batch_size // microbatches
+    whole = Whole(job, samples)
+    steps_s: list[float] = []
 
+    def step(done: int, total: int) -> None:
+        whole.step()  # finds its weights in the cache again, as it does when it is all that runs
+        start_s = time.perf_counter()
+        whole.step()
+        steps_s.append(time.perf_counter() - start_s)
 
-def _steps(found: tuple[Profile, float]) -> float:
-    """How many of plain torch's steps a profile's is."""
-    made, step_s = found
-    return summed_s(made) / step_s
+    step_s = 1 / steps_per_s(whole, BESIDE_S)
+    made = bench_profile(
+        job, repeats=max(FEWEST, round(PROFILE_S / (PASSES * step_s))), microbatches=microbatches, progress=step
+    )
+    return made, statistics.median(steps_s)
 
 
 def cluster(case: str, directory: Path) -> None:
@@ -86,6 +92,7 @@ def run(case: str, directory: Path) -> None:
     minibatches: dict[str, int] = json.loads((directory / "minibatches").read_text())
     steps_s: dict[str, float] = json.loads((directory / "steps").read_text())
     some = next(iter(plans.values()))
+    _stay_on_a_core(some.cluster.host(some.devices[int(os.environ["RANK"])]))
     with worker_process(some, TIMEOUT_S) as device:
         groups = sorted({group for plan in plans.values() for group in sync_groups(plan)})
         pairs = sorted({pair for plan in plans.values() for pair in talking_pairs(plan)})
@@ -104,6 +111,12 @@ def run(case: str, directory: Path) -> None:
         if dist.get_rank() == 0:
             (directory / "found").write_text(json.dumps(found))
         dist.barrier()
+
+
+def _stay_on_a_core(number: int) -> None:
+    """Which stands for a host. Those who share one share it whatever Linux thinks best."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 def _speeds(case: str, ours: Ours, step_s: float) -> list[float]:

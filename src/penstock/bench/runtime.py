@@ -18,9 +18,9 @@ from penstock.bench import memory
 from penstock.bench.jobs import bench_job, bench_profile
 from penstock.bench.rows import Findings, Row, at_least, at_most
 from penstock.cluster import local_cluster
-from penstock.cost import PlanCosts
 from penstock.graph import LayerGraph
 from penstock.plan import Plan, Stage
+from penstock.plan_costs import PlanCosts
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
 from penstock.runtime.launch import launch_workers

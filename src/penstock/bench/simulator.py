@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock import codec
-from penstock.bench.hosts import Hosts, make_hosts, why_not
+from penstock.bench.hosts import make_hosts, why_not
 from penstock.bench.network import measured_cluster
 from penstock.bench.plays import CORES, MICROBATCHES, Play
 from penstock.bench.rows import Column, Findings
 from penstock.bench.why import config_of
-from penstock.cluster import Cluster
+from penstock.cluster import Cluster, Level
 from penstock.plan import Plan
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
@@ -31,12 +31,11 @@ from penstock.simulate import simulate
 
 CASES = ("vgg", "transformer")
 SLOW_BYTES_PER_S = 400e6 / 8
-LOCAL = (
+PLANS = (
     ((1, 1), ("pipedream", "1f1b", "gpipe", "zb-h1")),
     ((1, 2), ("pipedream", "1f1b")),
     ((2, 1), ("pipedream", "1f1b")),
 )
-SHAPED = tuple((replicas, ("pipedream", "1f1b")) for replicas in ((1, 1), (1, 2), (2, 1)))
 ROUND_S = 2.0
 """about how long a plan runs at a time"""
 FEWEST, MOST = 12, 60
@@ -44,7 +43,8 @@ FEWEST, MOST = 12, 60
 MEDIAN_ERROR, WORST_ERROR = 0.05, 0.10
 TIMEOUT_S = 400.0
 
-Wanted = Sequence[tuple[tuple[int, ...], Sequence[str]]]
+Runs = Callable[[Sequence[str], Sequence[int]], None]
+"""Runs ``python ARGUMENTS`` as workers on these cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,45 +103,53 @@ def _of_model(case: str) -> Iterator[SimulatorRow]:
     with tempfile.TemporaryDirectory() as name:
         _say(f"{case}: profile and links")
         for what in ("profile", "cluster"):
-            _run_here(CORES, ["-m", "penstock.bench.plays", what, case, name])
+            _run_here(["-m", "penstock.bench.plays", what, case, name], range(CORES))
         known = {count: Known.read(Path(name), count) for count in (1, MICROBATCHES)}
         link = codec.load(Cluster, Path(name) / "cluster.json")
-    for replicas, schedules in LOCAL:
-        workers = sum(replicas)
+    yield from _on_network(case, "loopback", known, link, link.levels[0], _run_here)
+    if why_not() is not None:
+        return
+    with make_hosts(CORES) as hosts, tempfile.TemporaryDirectory() as name:
+        hosts.set_rate(SLOW_BYTES_PER_S)
+        apart = measured_cluster(hosts, Path(name) / "cluster.toml")
+
+        def run_there(arguments: Sequence[str], cores: Sequence[int]) -> None:
+            hosts.run_workers(arguments, on=cores, timeout_s=TIMEOUT_S)
+
+        network = f"{8e-6 * SLOW_BYTES_PER_S:.0f} Mbit/s"
+        yield from _on_network(case, network, known, apart, link.levels[0], run_there)
+
+
+def _run_here(arguments: Sequence[str], cores: Sequence[int]) -> None:
+    launch_workers(arguments, len(cores), threads=1)
+
+
+def _on_network(
+    case: str, network: str, known: Mapping[int, Known], between: Cluster, within: Level, run_workers: Runs
+) -> Iterator[SimulatorRow]:
+    """With a core for a host: joined as ``between`` has it, and ``within`` what joins two workers on one of them."""
+    for replicas, schedules in PLANS:
+        room = max(replicas)
         cluster = replace(
-            link,
-            name="this machine",
-            devices=(replace(link.devices[0], memory_bytes=None),) * workers,
-            levels=(replace(link.levels[0], size=workers),),
-            cores=CORES,
+            between,
+            name=network,
+            devices=(replace(between.devices[0], memory_bytes=None),) * (CORES * room),
+            levels=(replace(within, size=room), replace(between.levels[-1], size=CORES)),
+            cores=1,
         )
-        yield from _compared(case, "loopback", known, cluster, [(replicas, schedules)], _run_here)
-    for replicas, schedules in SHAPED if why_not() is None else ():
-        with make_hosts(sum(replicas)) as hosts:
-            hosts.set_rate(SLOW_BYTES_PER_S)
-            with tempfile.TemporaryDirectory() as name:
-                cluster = measured_cluster(hosts, Path(name) / "cluster.toml")
-
-            def run_there(workers: int, arguments: Sequence[str], hosts: Hosts = hosts) -> None:
-                hosts.run_workers(arguments, timeout_s=TIMEOUT_S)
-
-            wanted = [(replicas, schedules)]
-            yield from _compared(case, f"{8e-6 * SLOW_BYTES_PER_S:.0f} Mbit/s", known, cluster, wanted, run_there)
-
-
-def _run_here(workers: int, arguments: Sequence[str]) -> None:
-    launch_workers(arguments, workers, threads=1)
+        plans = [_plan(known, cluster, replicas, schedule) for schedule in schedules]
+        yield from _compared(case, network, known, plans, run_workers)
 
 
 def _compared(
     case: str,
     network: str,
     known: Mapping[int, Known],
-    cluster: Cluster,
-    wanted: Wanted,
-    run_workers: Callable[[int, Sequence[str]], None],
+    plans: Sequence[Plan],
+    run_workers: Runs,
 ) -> Iterator[SimulatorRow]:
-    plans = [_plan(known, cluster, replicas, schedule) for replicas, schedules in wanted for schedule in schedules]
+    """Plans that have their workers on the same hosts, run by turns."""
+    (cores,) = {tuple(map(plan.cluster.host, plan.devices)) for plan in plans}
     minibatches = {f"plan {i}": _minibatches(plan) for i, plan in enumerate(plans)}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -151,7 +159,7 @@ def _compared(
         steps_s = {file: known[plan.microbatches].step_s for file, plan in zip(minibatches, plans, strict=True)}
         (directory / "steps").write_text(json.dumps(steps_s))
         _say(f"{case}, {network}, {', '.join(f'{config_of(plan)} {plan.schedule}' for plan in plans)}")
-        run_workers(len(cluster.devices), ["-m", "penstock.bench.plays", "run", case, name])
+        run_workers(["-m", "penstock.bench.plays", "run", case, name], cores)
         found: dict[str, list[Play]] = json.loads((directory / "found").read_text())
     for file, plan in zip(minibatches, plans, strict=True):
         measured = [rate for rate, _ in found[file]]
@@ -161,7 +169,7 @@ def _compared(
             network=network,
             plan=config_of(plan),
             schedule=plan.schedule,
-            crowded=cluster.cores is not None and len(cluster.devices) > cluster.cores,
+            crowded=len(plan.devices) > CORES,
             measured=statistics.median(measured),
             simulated=statistics.median(simulated),
             error=statistics.median(s / m - 1 for s, m in zip(simulated, measured, strict=True)),

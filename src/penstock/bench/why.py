@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.bench.published import Measured, Published
-from penstock.cost import PlanCosts
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.planner.pipedream import PipeDreamAnswer
 from penstock.units import show_bytes, show_seconds
 

@@ -15,8 +15,8 @@ from rich.text import Text
 from penstock import codec
 from penstock.bench.rows import BenchRow
 from penstock.cluster import Device, Level
-from penstock.cost import PlanCosts
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.profile import Profile
 from penstock.report.stages import bottleneck_text, show_memory
 from penstock.run import EdgeError, Result

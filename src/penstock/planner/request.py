@@ -11,8 +11,9 @@ import numpy as np
 
 from penstock.cluster import Cluster
 from penstock.compression import up_to
-from penstock.cost import CostModel, PlanCosts, best_shares
+from penstock.cost import CostModel, best_shares
 from penstock.plan import Plan, Prediction, Stage
+from penstock.plan_costs import PlanCosts
 from penstock.planner.explore import Explorer, cuts_of
 from penstock.planner.hints import Hints
 from penstock.planner.layout import cut_for, layouts

@@ -9,8 +9,8 @@ from statistics import fmean, median
 from typing import Any
 
 from penstock import __version__, codec
-from penstock.cost import PlanCosts
 from penstock.plan import Plan, Stage
+from penstock.plan_costs import PlanCosts
 from penstock.report.curves import course, marks
 from penstock.report.outcome import Outcome
 from penstock.report.stages import bottleneck_text

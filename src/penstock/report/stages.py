@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.cost import PlanCosts
+from penstock.plan_costs import PlanCosts
 from penstock.schedule import Kind
 from penstock.units import show_bytes
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.cost import PlanCosts
 from penstock.errors import PlanError, WorkerError
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.run import Result
 from penstock.runtime.emulated import (
     DilatedClock,

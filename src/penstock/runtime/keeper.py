@@ -13,6 +13,7 @@ before the next cut, so nobody waits in a circle.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -43,6 +44,23 @@ class _Moment(NamedTuple):
     """of each stage, the STEP after which its state is that of the cut"""
 
 
+class _Failure(NamedTuple):
+    rank: int
+    error: BaseException
+    at_s: float
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> _Failure:
+        if isinstance(error, CheckpointException):
+            rank, (error, _) = min(error.failures.items())
+        return cls(rank, error, time.monotonic())
+
+    @property
+    def is_a_lost_peer(self) -> bool:
+        """Which the group does not name."""
+        return isinstance(self.error, RuntimeError)
+
+
 def save_together(group: dist.ProcessGroup) -> Save:
     """With all workers, over a group that nothing else uses, since it is used at moments of its own."""
     return lambda directory, tensors: checkpoint.save_shard(directory, tensors, group)
@@ -70,7 +88,7 @@ class Keeper:
         """of the stages that this worker runs, those that are at the cut"""
         self._writing: threading.Thread | None = None
         self._place = run.checkpoints
-        self._failed: BaseException | None = None
+        self._failed: _Failure | None = None
 
     def expect(self, schedule: Schedule, part: Epoch, before: Checkpoint, *, is_last: bool) -> Checkpoint:
         """Take the checkpoints of a part that are due, and that at the end of the run; returns where the part ends."""
@@ -86,15 +104,26 @@ class Keeper:
 
     def after(self, action: Action) -> None:
         """Call after every action."""
-        # A disk that fails is told at once. That a peer is gone the pipeline finds out for itself, and knows which.
-        if self._failed is not None and not isinstance(self._failed, RuntimeError):
-            self._raise(self._failed)
-        if action.kind is Kind.STEP and self._moments and self._moments[0].steps[action.stage] == action.index:
-            if not self._taken:
-                self.finish()
-            self._taken[action.stage] = self.state.snapshot(action.stage)
-            if len(self._taken) == len(self.state.stages):
-                self._start(self._moments.popleft().done)
+        if not self._goes_on() or action.kind is not Kind.STEP or not self._moments:
+            return
+        if self._moments[0].steps[action.stage] == action.index:
+            self._at_cut(action.stage)
+
+    def _goes_on(self) -> bool:
+        """A disk that fails is told at once. That a peer is gone the pipeline finds out for itself, and knows which."""
+        failed = self._failed
+        if failed is not None and not (failed.is_a_lost_peer and time.monotonic() < failed.at_s + self.timeout_s):
+            self._raise(failed)
+        return failed is None
+
+    def _at_cut(self, stage: int) -> None:
+        if not self._taken:
+            self._wait()
+            if not self._goes_on():
+                return
+        self._taken[stage] = self.state.snapshot(stage)
+        if len(self._taken) == len(self.state.stages):
+            self._start(self._moments.popleft().done)
 
     def take(self, done: Checkpoint) -> None:
         """A checkpoint of a pipeline that is at rest, unless it has just been taken."""
@@ -105,6 +134,11 @@ class Keeper:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written."""
+        self._wait()
+        if self._failed is not None:
+            self._raise(self._failed)
+
+    def _wait(self) -> None:
         if self._writing is not None:
             self._writing.join(self.timeout_s)
             if self._writing.is_alive():
@@ -113,8 +147,6 @@ class Keeper:
                     f"{self.timeout_s:g} s); see what the others report, or raise --timeout if the disk is only slow"
                 )
             self._writing = None
-        if self._failed is not None:
-            self._raise(self._failed)
 
     def _start(self, done: Checkpoint) -> None:
         tensors = self.state.snapshot_of_unused()
@@ -134,15 +166,12 @@ class Keeper:
                 checkpoint.commit(place, done)
                 checkpoint.prune(self.run.complete_checkpoints(), self.keep)
         except BaseException as error:  # torch's own is no Exception
-            self._failed = error
+            self._failed = _Failure.of(error, self.rank)
 
-    def _raise(self, error: BaseException) -> None:
-        rank = self.rank
-        if isinstance(error, CheckpointException):
-            rank, (error, _) = min(error.failures.items())
-        if isinstance(error, PenstockError):
-            raise error
+    def _raise(self, failed: _Failure) -> None:
+        if isinstance(failed.error, PenstockError):
+            raise failed.error
         raise WorkerError(
-            f"checkpoint {self._place} could not be written by worker {rank}: {short_reason(error)}; "
+            f"checkpoint {self._place} could not be written by worker {failed.rank}: {short_reason(failed.error)}; "
             "see to that, then go on from the checkpoint before it with --resume"
-        ) from error
+        ) from failed.error

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from penstock import codec
 from penstock.clocks import Alignment
-from penstock.cost import PlanCosts
 from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.record import Mark, Start, Writer
 from penstock.run import Evaluation, Result, RunDirectory
 from penstock.runtime.assemble import Assembly, assemble, make_epoch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.cost import PlanCosts
+from penstock.plan_costs import PlanCosts
 from penstock.schedule import Kind, Schedule
 from penstock.trace import CODES, Array, Columns
 

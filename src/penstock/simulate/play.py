@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.cost import PlanCosts, ring_allreduce
+from penstock.cost import ring_allreduce
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.schedule import Action, Kind, Schedule, execution_order
 from penstock.simulate.conditions import Conditions
 from penstock.simulate.links import Channel, Links

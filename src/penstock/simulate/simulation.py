@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from penstock.cluster import Port
-from penstock.cost import PlanCosts
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.sampling import Epoch
 from penstock.schedule import Kind, Schedule
 from penstock.simulate.conditions import CALM, Conditions

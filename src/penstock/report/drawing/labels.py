@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from unicodedata import east_asian_width
 
-from penstock.cost import PlanCosts
 from penstock.graph import Layer
 from penstock.plan import Plan
+from penstock.plan_costs import PlanCosts
 from penstock.report.drawing.blocks import Row
 from penstock.report.stages import bottleneck_text, show_memory
 from penstock.units import show_bytes, show_numbers, show_seconds

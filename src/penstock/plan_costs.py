@@ -1,0 +1,291 @@
+"""What a plan costs: the cost model's formulas for its stages on its devices."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from penstock.cost import CostModel, Memory, Traffic, message, pace, sent_bytes, stashes_weights
+from penstock.graph import Value
+from penstock.plan import Plan, Stage
+from penstock.schedule import Action, Kind, family
+
+
+class PlanCosts:
+    """Seconds of every action and message of a plan, looked up rather than summed again for each."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.model = CostModel(profile=plan.profile, cluster=plan.cluster, microbatch_size=plan.microbatch_size)
+        alike: dict[Any, dict[Kind, float]] = {}  # replicas on devices alike take as long
+        self._compute: dict[tuple[int, int], dict[Kind, float]] = {}
+        for index, workers in enumerate(plan.pipeline.workers):
+            for worker in workers:
+                key = index, plan.cluster.devices[plan.devices[worker]]
+                if key not in alike:
+                    alike[key] = self._compute_of(plan.stages[index], plan.devices[worker])
+                self._compute[index, worker] = alike[key]
+        self._sends = {layer: stage.sends for stage in plan.stages for layer in stage.layers}
+        self._syncs: dict[int, float] = {}
+
+    def _compute_of(self, stage: Stage, device: int) -> dict[Kind, float]:
+        stashed = stashes_weights(self.plan.is_asynchronous, stage.in_flight)
+        halves, again = self.plan.takes_halves, stage.recompute
+        return {
+            Kind.FORWARD: self.model.forward_s(stage.layers, device, halves=halves),
+            Kind.BACKWARD: self.model.backward_s(stage.layers, device, recompute=again, halves=halves),
+            Kind.INPUT: self.model.backward_input_s(stage.layers, device, recompute=again, halves=halves),
+            Kind.WEIGHT: self.model.backward_weight_s(stage.layers, device),
+            Kind.STEP: self.model.update_s(stage.layers, device, stashed=stashed),
+        }
+
+    def compute_s(self, action: Action, worker: int) -> float:
+        return self.seconds_of(action.stage, worker)[action.kind]
+
+    def seconds_of(self, stage: int, worker: int) -> Mapping[Kind, float]:
+        """Of each kind of action that a worker computes for one of its stages."""
+        return self._compute[stage, worker]
+
+    def sync_s(self, stage: int) -> float:
+        if stage not in self._syncs:
+            self._syncs[stage] = self._sync_s(stage)
+        return self._syncs[stage]
+
+    def _sync_s(self, stage: int) -> float:
+        """Averaging a stage's gradients over its replicas, and tied ones over their owners too."""
+        devices = [self.plan.devices[worker] for worker in self.plan.pipeline.sync_workers(stage)]
+        return self.model.allreduce_s(self.sync_bytes(stage), devices)
+
+    def sync_bytes(self, stage: int) -> float:
+        """The gradients that a stage averages."""
+        return self.model.parameter_bytes(self.plan.stages[stage].layers)
+
+    def message_bytes(self, source: int, target: int) -> float:
+        """The values that a stage sends to a later one, or the gradients that it returns to an earlier one."""
+        return self._edges[source, target]
+
+    @cached_property
+    def _edges(self) -> dict[tuple[int, int], float]:
+        """All messages of a microbatch, by the stages that they go from and to."""
+        owner = self.plan.stage_of_layer
+        edges: dict[tuple[int, int], float] = defaultdict(float)
+        for value in self._sent_values:
+            source, num_bytes = owner[value.producer], self._value_bytes(value)
+            for target in {owner[consumer] for consumer in value.consumers} - {source}:
+                edges[source, target] += num_bytes
+                edges[target, source] += num_bytes if value.differentiable else 0.0
+        return edges
+
+    @cached_property
+    def _sent_values(self) -> list[Value]:
+        """Those that a layer reads from another. Model inputs are not: every stage loads its own."""
+        graph = self.plan.profile.graph
+        return [value for value in graph.values if value.consumers and not graph.by_id[value.producer].is_input]
+
+    def _value_bytes(self, value: Value) -> float:
+        return self.model.scale * sent_bytes(value, self._sends[value.producer])
+
+    def memory(self, stage: int) -> Memory:
+        return self.model.stage_memory(self.plan.stages[stage], family(self.plan.schedule))
+
+    def memory_bytes(self, worker: int) -> float:
+        """Peak bytes of a worker."""
+        pipeline, kind = self.plan.pipeline, family(self.plan.schedule)
+        return sum(
+            self.model.stage_memory_bytes(self.plan.stages[stage], kind, pipeline.share_of(worker, stage))
+            for stage in pipeline.stages_of[worker]
+        )
+
+    def stage_s(self, stage: int) -> float:
+        """Seconds per microbatch of a stage in steady state, its updates and averaging shared out; no waiting."""
+        workers, shares = self.plan.pipeline.workers[stage], self.plan.stages[stage].shares
+        turn_s = np.array([n * self._microbatch_s(stage, worker) for worker, n in zip(workers, shares, strict=True)])
+        if not family(self.plan.schedule).trains:
+            return float(turn_s.max()) / sum(shares)
+        update_s = np.array([self._compute[stage, worker][Kind.STEP] for worker in workers])
+        microbatches = self.plan.microbatches if family(self.plan.schedule).accumulates else None
+        return float(pace(turn_s, update_s, self.sync_s(stage), round_size=sum(shares), microbatches=microbatches))
+
+    def cut_s(self, stage: int) -> float:
+        """Seconds per microbatch on the links into the stage behind this one.
+
+        All that crosses the cut, over the slowest link between any two devices of the two stages. A host has one such
+        link for all its devices, so the busiest on either side handles the share of all its replicas. Between two
+        stages of the same workers nothing moves.
+        """
+        ends = self.plan.stages[stage : stage + 2]
+        if ends[0].devices == ends[1].devices:
+            return 0.0
+        cluster = self.plan.cluster
+        level = cluster.span((*ends[0].devices, *ends[1].devices))
+        occupied_s = float(self._crossing(stage).occupied_s(cluster.links[level]))
+        return occupied_s * max(self._busiest(end, level) for end in ends)
+
+    def _busiest(self, stage: Stage, level: int) -> float:
+        """The share of all microbatches that passes the busiest of a level's members: devices, or whole hosts."""
+        return max(self._by_member(stage, level).values())
+
+    def _by_member(self, stage: Stage, level: int) -> dict[int, float]:
+        loads: dict[int, float] = defaultdict(float)
+        total = sum(stage.shares)
+        for device, share in zip(stage.devices, stage.shares, strict=True):
+            loads[self.plan.cluster.member(level, device)] += share / total
+        return loads
+
+    def busiest_port_s(self) -> float:
+        """Seconds per microbatch on the busiest port of any device or host, out or in: all messages of all stages that
+        pass it, values and gradients. What a cut costs is part of it."""
+        stages, trains = self.plan.stages, family(self.plan.schedule).trains
+        edges = {ends: size for ends, size in self._edges.items() if size and (trains or ends[0] < ends[1])}
+        loads_s: dict[tuple[int, int, bool], float] = defaultdict(float)
+        for level, link in enumerate(self.plan.cluster.levels):
+            members = [self._by_member(stage, level) for stage in stages]
+            for (source, target), num_bytes in edges.items() if link.size > 1 else ():
+                for out, here, there in ((True, source, target), (False, target, source)):
+                    for member, share in members[here].items():
+                        leaving = share * (1 - members[there].get(member, 0.0))
+                        loads_s[level, member, out] += leaving * num_bytes / link.bytes_per_s
+        return max(loads_s.values(), default=0.0)
+
+    def _crossing(self, stage: int) -> Traffic:
+        return message(self._crossing_bytes[stage])
+
+    @cached_property
+    def _crossing_bytes(self) -> list[float]:
+        """What crosses each cut for one microbatch, a value once however many stages behind it read it."""
+        owner, crossing = self.plan.stage_of_layer, [0.0] * len(self.plan.stages)
+        for value in self._sent_values:
+            for cut in range(owner[value.producer], max(owner[consumer] for consumer in value.consumers)):
+                crossing[cut] += self._value_bytes(value)
+        return crossing
+
+    def bottleneck(self) -> tuple[int, int]:
+        """What sets the pace: a stage, as (stage, stage), or the cut behind it, as (stage, stage + 1)."""
+        return max(self._loads_s, key=self._loads_s.__getitem__)
+
+    def bottleneck_s(self) -> float:
+        """The slowest stage or cut: what a microbatch takes in steady state, however many are in flight; more, where
+        devices share too few cores."""
+        return max(self._loads_s[self.bottleneck()], self._cores_s)
+
+    @cached_property
+    def _cores_s(self) -> float:
+        """What all workers of a host compute for a microbatch, over its cores."""
+        if self.plan.cluster.cores is None:
+            return 0.0
+        pipeline, busy_s = self.plan.pipeline, defaultdict[int, float](float)
+        for stage, (workers, shares) in enumerate(zip(pipeline.workers, pipeline.shares, strict=True)):
+            size = pipeline.round_sizes[stage]
+            updates = self.plan.microbatches if family(self.plan.schedule).accumulates else size
+            for worker, share in zip(workers, shares, strict=True):
+                update_s = self._compute[stage, worker][Kind.STEP]
+                turn_s = self._microbatch_s(stage, worker) * share / size
+                busy_s[self.plan.cluster.host(self.plan.devices[worker])] += turn_s + update_s / updates
+        return max(busy_s.values()) / self.plan.cluster.cores
+
+    @cached_property
+    def _loads_s(self) -> dict[tuple[int, int], float]:
+        """Seconds per microbatch of all stages of the same workers together, and of all cuts between the same two."""
+        stages = range(self.plan.pipeline.num_stages)
+        workers_s: dict[tuple[int, ...], float] = defaultdict(float)
+        links_s: dict[frozenset[tuple[int, ...]], float] = defaultdict(float)
+        devices = [stage.devices for stage in self.plan.stages]
+        for stage in stages:
+            workers_s[devices[stage]] += self.stage_s(stage)
+        for stage in stages[:-1]:
+            links_s[frozenset(devices[stage : stage + 2])] += self.cut_s(stage)
+        loads = {(stage, stage): workers_s[devices[stage]] for stage in stages}
+        return loads | {(stage, stage + 1): links_s[frozenset(devices[stage : stage + 2])] for stage in stages[:-1]}
+
+    def fill_s(self) -> float:
+        """How long a synchronous pipeline fills and drains: one microbatch through the workers but the last, forth and
+        back. Where stages lie in laps, through one stage of each. Gradients of weights, where they are made apart,
+        take its place; laid out there and back, all but the way there."""
+        kind, workers = family(self.plan.schedule), self.plan.pipeline.workers
+        first_lap = range(len(set(workers)) - 1)
+        if not kind.halves:
+            return sum(self._trip_s(stage) for stage in first_lap)
+        filled = (Kind.FORWARD,) if kind.layout == "there and back" else (Kind.FORWARD, Kind.INPUT)
+        spared = () if kind.layout == "there and back" else (Kind.WEIGHT,)
+        return sum(
+            max(0.0, sum(own[k] for k in filled) - sum(own[k] for k in spared))
+            for own in (self._compute[stage, workers[stage][0]] for stage in first_lap)
+        )
+
+    def _trip_s(self, stage: int) -> float:
+        """One microbatch on the replica that takes longest."""
+        return max(self._microbatch_s(stage, worker) for worker in self.plan.pipeline.workers[stage])
+
+    def latency_s(self) -> float:
+        """One microbatch through all stages and cuts, alone."""
+        stages = range(self.plan.pipeline.num_stages)
+        return sum(map(self._trip_s, stages)) + sum(map(self._crossing_s, stages[:-1]))
+
+    def _crossing_s(self, stage: int) -> float:
+        here, behind = self.plan.stages[stage : stage + 2]
+        return float(self._crossing(stage).seconds(self.plan.cluster.slowest_link((*here.devices, *behind.devices))))
+
+    def input_bytes(self, stage: int) -> float:
+        """What a stage reads from earlier ones, per microbatch."""
+        return sum(self.message_bytes(source, stage) for source in self.plan.pipeline.reads[stage])
+
+    def output_bytes(self, stage: int) -> float:
+        """What a stage sends to later ones, per microbatch."""
+        return sum(self.message_bytes(stage, target) for target in self.plan.pipeline.read_by[stage])
+
+    def sent_bytes(self, source: Collection[int], target: Collection[int]) -> float:
+        """What some layers send to others per microbatch, as compressed as the plan has it."""
+        return self.model.forward_bytes(source, target, self._sends)
+
+    def stage_memory_bytes(self, stage: int) -> float:
+        """Peak bytes of the replica that needs most."""
+        return max(map(self.memory_bytes, self.plan.pipeline.workers[stage]))
+
+    def memory_share(self, stage: int) -> float | None:
+        """Of its device's memory, by the replica that is nearest to filling it; None where memory is no constraint."""
+        workers = self.plan.pipeline.workers[stage]
+        sizes = {worker: self.plan.cluster.devices[self.plan.devices[worker]].memory_bytes for worker in workers}
+        return max((self.memory_bytes(worker) / size for worker, size in sizes.items() if size), default=None)
+
+    def layers_s(self, stage: int, layers: Collection[int]) -> tuple[float, float]:
+        """Forward and backward of some of a stage's layers, on the replica that takes longest for a microbatch."""
+        slowest = max(self.plan.pipeline.workers[stage], key=lambda worker: self._microbatch_s(stage, worker))
+        device, kind = self.plan.devices[slowest], family(self.plan.schedule)
+        forward_s = self.model.forward_s(layers, device, halves=kind.halves)
+        if not kind.trains:
+            return forward_s, 0.0
+        again = self.plan.stages[stage].recompute
+        return forward_s, self.model.backward_s(layers, device, recompute=again, halves=kind.halves)
+
+    def minibatch_s(self) -> float:
+        """A minibatch's microbatches at the bottleneck's pace, and what it takes to fill a synchronous pipeline."""
+        fill_s = 0.0 if self.plan.is_asynchronous else self.fill_s()
+        return self.plan.microbatches * self.bottleneck_s() + fill_s
+
+    def _microbatch_s(self, stage: int, worker: int) -> float:
+        """Computed, and handled of its messages."""
+        seconds = self._compute[stage, worker]
+        backward_s = seconds[Kind.BACKWARD] if family(self.plan.schedule).trains else 0.0
+        return seconds[Kind.FORWARD] + backward_s + self._handled_s[stage]
+
+    @cached_property
+    def _handled_s(self) -> list[float]:
+        stages, kind = self.plan.stages, family(self.plan.schedule)
+        handled_s = [0.0] * len(stages)
+        for cut, (here, behind) in enumerate(itertools.pairwise(stages)):
+            if here.devices != behind.devices:
+                each_s = float(self.model.handled_s(self._crossing_bytes[cut], kind))
+                handled_s[cut] += each_s
+                handled_s[cut + 1] += each_s
+        return handled_s
+
+    def message_handled_s(self, source: int, target: int) -> float:
+        """That a worker of either stage is busy with a message from one to the other, if they are not the same."""
+        if self.plan.stages[source].devices == self.plan.stages[target].devices:
+            return 0.0
+        return float(self.plan.cluster.handled_s(self.message_bytes(source, target)))
