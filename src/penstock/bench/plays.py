@@ -21,24 +21,25 @@ import torch.distributed as dist
 from penstock import codec
 from penstock.bench.contenders import Alone, Ours, Whole, steps_per_s
 from penstock.bench.jobs import bench_job, bench_profile
-from penstock.bench.pair import run_together
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.profile import Profile
+from penstock.runtime.layer_times import typical
 from penstock.runtime.links import make_links, talking_pairs
 from penstock.runtime.survey import survey_cluster
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import join_workers, worker_process
 from penstock.schedule import Kind
+from penstock.trace import Event, merge
 
 CORES = 2
 MICROBATCHES = 4
 """to a minibatch, under synchronous schedules"""
-ROUNDS = 5
+ROUNDS = 7
 PROFILE_S, PASSES, FEWEST = 12.0, 5, 6
 """about how long a profile takes: its passes are two through the layers, a step, and plain torch's"""
-BESIDE_S = 0.6
+BESIDE_S = 0.4
 """for something else, before and after"""
 TIMEOUT_S = 120.0
 
@@ -61,7 +62,7 @@ def profile(case: str, directory: Path) -> None:
 
 def _profile(job: Job, microbatches: int) -> tuple[Profile, float]:
     """With the seconds of plain torch's step, taken by turns with the passes of the profile: a slow moment befalls
-    both, and medians of either leave the same out."""
+    both."""
     samples = job.batch_size // microbatches
     whole = Whole(job, samples)
     steps_s: list[float] = []
@@ -76,7 +77,7 @@ def _profile(job: Job, microbatches: int) -> tuple[Profile, float]:
     made = bench_profile(
         job, repeats=max(FEWEST, round(PROFILE_S / (PASSES * step_s))), microbatches=microbatches, progress=step
     )
-    return made, statistics.median(steps_s)
+    return made, typical(steps_s)
 
 
 def cluster(case: str, directory: Path) -> None:
@@ -100,17 +101,30 @@ def run(case: str, directory: Path) -> None:
         contenders = {name: Ours(bench_job(case), plan, links.transport) for name, plan in plans.items()}
         gc.freeze()  # as in training
         for name, contender in contenders.items():  # warms caches and learns the shapes
-            run_together(contender, minibatches[name])
+            _rate(contender, minibatches[name])
         found: dict[str, list[Play]] = {name: [] for name in plans}
         for _ in range(ROUNDS):
             for name, contender in contenders.items():
                 before = _speeds(case, contender, steps_s[name])
-                rate = run_together(contender, minibatches[name])
+                rate = _rate(contender, minibatches[name])
                 after = _speeds(case, contender, steps_s[name])
                 found[name].append((rate, [statistics.mean(pair) for pair in zip(before, after, strict=True)]))
         if dist.get_rank() == 0:
             (directory / "found").write_text(json.dumps(found))
         dist.barrier()
+
+
+def _rate(ours: Ours, minibatches: int) -> float:
+    """Samples per second by the trace of all workers, as a simulated one tells it."""
+    dist.barrier()
+    ours.run(minibatches)
+    worker = ours.assembly.worker
+    events: list[list[Event]] = [[] for _ in ours.plan.devices]
+    dist.all_gather_object(
+        events, [Event(worker=worker.rank, action=a, start_s=s, end_s=e) for a, s, e in worker.events]
+    )
+    samples = (ours.size,) * (minibatches * ours.plan.microbatches)
+    return merge("measured", ours.plan.worker_names, samples, events).samples_per_s
 
 
 def _stay_on_a_core(number: int) -> None:

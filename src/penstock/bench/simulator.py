@@ -36,7 +36,7 @@ PLANS = (
     ((1, 2), ("pipedream", "1f1b")),
     ((2, 1), ("pipedream", "1f1b")),
 )
-ROUND_S = 2.0
+ROUND_S = 1.2
 """about how long a plan runs at a time"""
 FEWEST, MOST = 12, 60
 """minibatches at a time"""
@@ -55,7 +55,7 @@ class SimulatorRow:
     """replicas of each stage"""
     schedule: str
     measured: float
-    """samples/s, the median of five"""
+    """samples/s, the median of all rounds"""
     simulated: float
     error: float
     """of the simulated rate, beside the measured one"""

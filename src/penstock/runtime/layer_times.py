@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,8 @@ class StepTimes:
     forward_s: float
     backward_s: float
     update_s: float
+    copy_s: float
+    """that the update takes more where a microbatch in flight keeps the weights as they were"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,11 @@ class Timer:
     autocast: Autocast
     repeats: int
 
+    @property
+    def passes(self) -> int:
+        """One to warm up; of the others, every second one with its update beside a microbatch in flight."""
+        return 1 + max(self.repeats, 2)
+
     def compute(
         self, section: Section, leaves: Mapping[str, Tensor], arguments: Sequence[Any], buffers: Values, target: Any
     ) -> tuple[tuple[Any, ...], Tensor | None]:
@@ -98,9 +105,9 @@ class Timer:
             torch.cuda.synchronize()
         return self.clock() - start_s
 
-    def median_s(self, compute: Callable[[], Any]) -> float:
+    def typical_s(self, compute: Callable[[], Any]) -> float:
         compute()
-        return statistics.median(self.seconds(compute) for _ in range(self.repeats))
+        return typical(self.seconds(compute) for _ in range(self.repeats))
 
     def alone(self, section: Section, given: Sequence[Any], values: Values, target: Any) -> LayerTimes:
         """One layer, again and again."""
@@ -126,39 +133,56 @@ class Timer:
         leaves = {name: copy.data.requires_grad_(copy.requires_grad) for name, copy in copies.items()}
         layers = [_Layer(self, self.splitter.section([index]), leaves) for index in every]
         passes: dict[bool, list[list[_Run]]] = {False: [], True: []}
-        steps: list[StepTimes] = []
-        for _ in range(self.repeats + 1):
+        steps = _Steps()
+        for number in range(self.passes):
             for in_halves, runs in passes.items():
                 runs.append(_there_and_back(layers, given, target, in_halves=in_halves))
                 _forget(leaves, keep=adds)
-            steps.append(self._step(stage, given, target, min(microbatches, MOST_ADDED)))
+            self._step(stage, given, target, min(microbatches, MOST_ADDED), steps, stashed=bool(number % 2))
+            if number == 0:
+                steps = _Steps()  # the first was to warm up
             progress()
         by_layer = (zip(*passes[halves][1:], strict=True) for halves in (False, True))
         found = [_times(whole, halves) for whole, halves in zip(*by_layer, strict=True)]
-        whole_step = StepTimes(
-            **{
-                field: statistics.median(getattr(each, field) for each in steps[1:])
-                for field in ("forward_s", "backward_s", "update_s")
-            }
-        )
-        return _stretched(found, whole_step), whole_step
+        return _stretched(found, steps.times), steps.times
 
-    def _step(self, stage: StageModule, given: Sequence[Any], target: Any, microbatches: int) -> StepTimes:
+    def _step(
+        self, stage: StageModule, given: Sequence[Any], target: Any, microbatches: int, steps: _Steps, *, stashed: bool
+    ) -> None:
         """As one worker with the whole model takes it: what its own doings cost is in there."""
-        forwards_s, backwards_s = [], []
         for microbatch in range(microbatches):
-            forwards_s.append(self.seconds(partial(stage.forward, microbatch, given, {}, target)))
-            backwards_s.append(self.seconds(partial(stage.backward, microbatch, {}, loss_weight=1.0, scale=1.0)))
+            steps.forwards_s.append(self.seconds(partial(stage.forward, microbatch, given, {}, target)))
+            backward = partial(stage.backward, microbatch, {}, loss_weight=1.0, scale=1.0)
+            steps.backwards_s.append(self.seconds(backward))
         stage.losses.clear()
-        return StepTimes(
-            forward_s=statistics.mean(forwards_s),
-            backward_s=statistics.mean(backwards_s),
-            update_s=self.seconds(stage.weights.step),
-        )
+        held = stage.weights.acquire() if stashed else None
+        steps.updates_s[stashed].append(self.seconds(stage.weights.step))
+        if held is not None:
+            stage.weights.release(held)
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         loss: Tensor = self.job.loss(self.captured.rebuild_output(output), target)
         return loss
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Whole ones, so far."""
+
+    forwards_s: list[float] = field(default_factory=list)
+    backwards_s: list[float] = field(default_factory=list)
+    updates_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    """by whether a microbatch in flight kept the weights"""
+
+    @property
+    def times(self) -> StepTimes:
+        update_s = typical(self.updates_s[False])
+        return StepTimes(
+            forward_s=typical(self.forwards_s),
+            backward_s=typical(self.backwards_s),
+            update_s=update_s,
+            copy_s=max(0.0, typical(self.updates_s[True]) - update_s),
+        )
 
 
 class _Layer:
@@ -211,15 +235,22 @@ def _there_and_back(layers: Sequence[_Layer], given: Sequence[Any], target: Any,
     return runs[::-1]
 
 
+def typical(seconds: Iterable[float]) -> float:
+    """The mean of the middle half. A median jumps between the two speeds of a machine that is now fast, now slow."""
+    ordered = sorted(seconds)
+    aside = len(ordered) // 4
+    return statistics.fmean(ordered[aside : len(ordered) - aside])
+
+
 def _times(whole: Sequence[_Run], halves: Sequence[_Run]) -> LayerTimes:
-    backward_s = statistics.median(run.input_s for run in whole)
-    input_s, weight_s = (statistics.median(getattr(run, field) for run in halves) for field in ("input_s", "weight_s"))
+    backward_s = typical(run.input_s for run in whole)
+    input_s, weight_s = typical(run.input_s for run in halves), typical(run.weight_s for run in halves)
     share = weight_s / (input_s + weight_s) if weight_s else 0.0
     return LayerTimes(
-        forward_s=statistics.median(run.forward_s for run in whole),
+        forward_s=typical(run.forward_s for run in whole),
         input_s=backward_s * (1 - share),
         weight_s=backward_s * share,
-        halving_s=max(0.0, statistics.median(r.total_s for r in halves) - statistics.median(r.total_s for r in whole)),
+        halving_s=max(0.0, typical(run.total_s for run in halves) - typical(run.total_s for run in whole)),
     )
 
 

@@ -127,7 +127,7 @@ class Measurement:
         if self.blueprint.recording is not None:  # there may be no room for it whole
             self._one_by_one(given, target, timed=True, progress=progress)
             return
-        total = count + self.timer.repeats + 1
+        total = count + self.timer.passes
         self._one_by_one(given, target, timed=False, progress=lambda done, _: progress(done, total))
         passed = itertools.count(count + 1)
         try:
@@ -183,7 +183,9 @@ class Measurement:
 
     def seconds(self, per_parameter: Mapping[str, ParameterCosts]) -> tuple[LayerSeconds, ...]:
         updates_s = sum(costs.update_s for costs in per_parameter.values())
-        stretch = self._step.update_s / updates_s if self._step is not None and updates_s else 1.0
+        copies_s = sum(costs.copy_s for costs in per_parameter.values())
+        update = self._step.update_s / updates_s if self._step is not None and updates_s else 1.0
+        copy = self._step.copy_s / copies_s if self._step is not None and copies_s else 1.0
         charged: set[str] = set()  # a tied parameter is updated once
         rows = []
         for index, times in enumerate(self._times):
@@ -195,8 +197,8 @@ class Measurement:
                     backward_input_s=times.input_s,
                     backward_weight_s=times.weight_s,
                     halving_s=times.halving_s,
-                    update_s=sum(per_parameter[name].update_s for name in own) * stretch,
-                    copy_s=sum(per_parameter[name].copy_s for name in own) * stretch,
+                    update_s=sum(per_parameter[name].update_s for name in own) * update,
+                    copy_s=sum(per_parameter[name].copy_s for name in own) * copy,
                 )
             )
         return tuple(rows)
@@ -214,10 +216,10 @@ class Measurement:
         optimizers = Optimizers(self.timer.job.optimizer, None, list(copies.items()))
         for parameter in copies.values():
             parameter.grad = torch.randn_like(parameter)  # zeros take another time: fewer and slower numbers
-        update_s = self.timer.median_s(lambda: optimizers.step(0))
+        update_s = self.timer.typical_s(lambda: optimizers.step(0))
         sources = [p.data for p in copies.values()]
         targets = [torch.empty_like(source) for source in sources]
-        copy_s = self.timer.median_s(lambda: torch._foreach_copy_(targets, sources))
+        copy_s = self.timer.typical_s(lambda: torch._foreach_copy_(targets, sources))
         total = sum(source.nbytes for source in sources)
         costs = {}
         for name, p in copies.items():

@@ -189,7 +189,7 @@ class Weights:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 sources.append(parameter.data)
-                targets.append(spare.get(name, torch.empty_like(parameter.data)))
+                targets.append(spare[name] if name in spare else torch.empty_like(parameter.data))
                 parameter.data = targets[-1]
         if sources:
             torch._foreach_copy_(targets, sources)
