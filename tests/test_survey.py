@@ -16,6 +16,7 @@ from builders import law
 from penstock.cluster import Level, parse_cluster_toml
 from penstock.cost import Traffic, message, ring_allreduce
 from penstock.errors import ClusterError, WorkerError
+from penstock.runtime.handling import OwnTime, handled_s
 from penstock.runtime.transport import LocalExchange, LocalTransport
 from penstock.runtime.trials import Prober
 from penstock.survey import (
@@ -325,6 +326,24 @@ def test_workers_time_every_group_of_every_trial(sizes: list[int]) -> None:
     assert exchange.messages == {}  # whatever was sent was received
     survey = conclude(facts_of(sizes), trials, found, "threads")
     assert len(survey.cluster.devices) == sum(sizes)
+
+
+@pytest.mark.parametrize(("busy_s", "counts"), [(24.0, True), (0.01, False)])
+def test_what_cores_do_for_messages_counts_where_it_shows(busy_s: float, counts: bool) -> None:
+    """24 messages of each worker: what the kernel does for them is in no thread's time."""
+    exchange, found = LocalExchange(), dict[int, float]()
+
+    def work(rank: int) -> None:
+        own = OwnTime(core_s=itertools.count(0.0, busy_s).__next__)
+        found[rank] = handled_s(64, (0, 1), LocalTransport(rank, exchange), own, torch.device("cpu"), 30.0)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all((seconds == 1.0) == counts for seconds in found.values())
+    assert len(found) == 2
 
 
 def test_a_worker_whose_peer_is_silent_says_whom_it_waited_for() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def share_of_machine(threads: int, local_rank: int = 0, local_workers: int = 1) 
         return
     torch.set_num_threads(threads)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) >= local_workers * threads:
+    if cores_for(threads, local_workers):
         os.sched_setaffinity(0, cores[local_rank * threads : (local_rank + 1) * threads])
     _keep_freed_memory()
     try:
@@ -41,6 +42,28 @@ def share_of_machine(threads: int, local_rank: int = 0, local_workers: int = 1) 
     finally:
         if cores:
             os.sched_setaffinity(0, cores)
+
+
+def cores_for(threads: int, local_workers: int) -> bool:
+    """Whether the cores that this process may use are enough for each worker to have its own."""
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) >= local_workers * threads
+
+
+def clock_of_cores() -> Callable[[], float] | None:
+    """Seconds that the cores of this process have been busy, be it for nobody, as with what comes from a network; None
+    where the system does not tell."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+
+    def busy_s() -> float:
+        rows = [line.split() for line in stat.read_text().splitlines() if line.startswith("cpu")]
+        idle = sum(int(row[4]) + int(row[5]) for row in rows if row[0] in names)
+        return time.monotonic() * len(names) - idle * tick_s
+
+    return busy_s
 
 
 def host_id() -> str:

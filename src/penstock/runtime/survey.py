@@ -20,7 +20,7 @@ from penstock.cluster import ANY_KIND
 from penstock.errors import ClusterError, WorkerError
 from penstock.runtime.handling import OwnTime
 from penstock.runtime.links import around, make_links
-from penstock.runtime.machine import host_id
+from penstock.runtime.machine import clock_of_cores, cores_for, host_id
 from penstock.runtime.measure import device_kind
 from penstock.runtime.train import join_workers
 from penstock.runtime.transport import short_reason
@@ -37,6 +37,7 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
     """This process's part in measuring the cluster; worker 0 returns what all have found, the others None."""
     if int(os.environ["WORLD_SIZE"]) < 2:
         raise ClusterError("one worker has no link to measure; start at least two (--workers 2, or by torchrun)")
+    has_cores = cores_for(THREADS, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with join_workers(THREADS, timeout_s) as device:
         progress(0, 1, "devices")
         work = FixedWork(device, time.perf_counter)
@@ -51,7 +52,7 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
             clock=time.perf_counter,
             device=device,
             timeout_s=timeout_s,
-            own_time=OwnTime(work=work.run),
+            own_time=OwnTime(work=work.run, core_s=clock_of_cores() if has_cores else None),
         )
         timings = []
         for number, trial in enumerate(trials):
