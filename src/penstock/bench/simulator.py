@@ -1,7 +1,7 @@
 """The simulator against this machine: what it says of plans, and what they do when they run.
 
 Everything it goes by is measured first, as a user would: the profile with all cores at work, links by
-`penstock cluster measure`. Three workers share two cores, and the cluster says so.
+`penstock cluster measure`. A core stands for a host. Of three workers two share one, and the cluster says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from penstock import codec
 from penstock.bench.hosts import make_hosts, why_not
-from penstock.bench.network import measured_cluster
+from penstock.bench.network import SLOW, measured_cluster
 from penstock.bench.plays import CORES, MICROBATCHES, Play
 from penstock.bench.rows import Column, Findings
 from penstock.bench.why import config_of
@@ -28,9 +28,9 @@ from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
 from penstock.runtime.launch import launch_workers
 from penstock.simulate import simulate
+from penstock.units import show_bits_per_s
 
 CASES = ("vgg", "transformer")
-SLOW_BYTES_PER_S = 400e6 / 8
 PLANS = (
     ((1, 1), ("pipedream", "1f1b", "gpipe", "zb-h1")),
     ((1, 2), ("pipedream", "1f1b")),
@@ -60,9 +60,9 @@ class SimulatorRow:
     error: float
     """of the simulated rate, beside the measured one"""
     crowded: bool = False
-    """more workers on a host than cores"""
+    """two of its workers share a core"""
     note: str = ""
-    """of the last one, over all"""
+    """on all rows, under the last"""
 
     COLUMNS: ClassVar[tuple[Column, ...]] = (
         *(Column(title) for title in ("model", "network", "plan", "schedule")),
@@ -110,13 +110,13 @@ def _of_model(case: str) -> Iterator[SimulatorRow]:
     if why_not() is not None:
         return
     with make_hosts(CORES) as hosts, tempfile.TemporaryDirectory() as name:
-        hosts.set_rate(SLOW_BYTES_PER_S)
+        hosts.set_rate(SLOW)
         apart = measured_cluster(hosts, Path(name) / "cluster.toml")
 
         def run_there(arguments: Sequence[str], cores: Sequence[int]) -> None:
             hosts.run_workers(arguments, on=cores, timeout_s=TIMEOUT_S)
 
-        network = f"{8e-6 * SLOW_BYTES_PER_S:.0f} Mbit/s"
+        network = show_bits_per_s(SLOW)
         yield from _on_network(case, network, known, apart, link.levels[0], run_there)
 
 
