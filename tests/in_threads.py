@@ -32,6 +32,8 @@ from penstock.schedule import Action, family
 from penstock.schedule.builders import position_on
 
 CPU = torch.device("cpu")
+FEW_BYTES = 64
+"""Of gradients that are summed together: so few that models as small as these have several times that."""
 
 
 @functools.cache
@@ -118,6 +120,7 @@ def run_in_threads(
     work: Callable[[Assembly], None] | None = None,
     timeout_s: float = 30.0,
     transport: Callable[[int, LocalExchange], LocalTransport] = LocalTransport,
+    bucket_bytes: int = FEW_BYTES,
 ) -> list[Assembly]:
     """Every worker assembled from a job of its own and run for all epochs; raises the first error of any.
 
@@ -137,6 +140,7 @@ def run_in_threads(
     ]
 
     for assembly in assemblies:
+        assembly.worker.sync.bucket_bytes = bucket_bytes
         prepare(assembly)
 
     def run(assembly: Assembly) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from in_threads import (
     check_same_gradients,
     even_plan,
     looped_plan,
+    only_stage,
     profile_of,
     recomputing,
     run_in_threads,
@@ -34,6 +35,9 @@ from penstock.runtime.assemble import Assembly, capture_for_plan, make_epoch
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
 from penstock.runtime.precision import autocast_for
+from penstock.runtime.transport import LocalTransport, Pending
+from penstock.runtime.weights import Weights
+from penstock.runtime.worker import last_backwards
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind, Schedule
 
@@ -415,6 +419,46 @@ def test_asynchronous_updates_are_the_mean_over_a_round_also_with_unequal_shares
     make = functools.partial(make_job, "conv", samples=101, batch_size=4)
     plan = uneven_plan(profile_of("conv"), shares, "pipedream")
     check_same_weights(run_in_threads(plan, make), asynchronous_reference(make(), plan))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
+@pytest.mark.parametrize("replicas", [(2,), (1, 2), (2, 1), (3, 1)], ids=str)
+def test_gradients_are_summed_in_the_midst_of_the_last_backward_of_their_round(
+    schedule: str, replicas: tuple[int, ...]
+) -> None:
+    """All of them, on workers that have such a backward; and the sums are those of one message after it."""
+    plan = even_plan(profile_of("conv"), replicas, schedule, microbatches=3 if schedule != "pipedream" else 1)
+    begun, before_sync = Counter[int](), defaultdict[int, list[int]](list)
+
+    class Noting(LocalTransport):
+        def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
+            begun[self.rank] += 1
+            return super().begin_all_reduce(tensor, workers)
+
+    def note(assembly: Assembly) -> None:
+        rank, run = assembly.worker.rank, assembly.worker.sync.run
+
+        def noting(stages: Sequence[Weights], round_index: int) -> None:
+            before_sync[rank].append(begun.pop(rank, 0))
+            run(stages, round_index)
+            begun.pop(rank, 0)
+
+        assembly.worker.sync.run = noting  # type: ignore[method-assign]
+
+    make = functools.partial(make_job, "conv")
+    early = run_in_threads(plan, make, transport=Noting, prepare=note)
+    late = run_in_threads(plan, make, bucket_bytes=2**30)
+    averaging = [worker for stage in plan.pipeline.workers if len(stage) > 1 for worker in stage]
+    assert all(max(before_sync[worker]) > 1 for worker in averaging)
+    for one, other in zip(early, late, strict=True):
+        for name, parameter in only_stage(one).weights.parameters.items():
+            assert torch.equal(parameter, only_stage(other).weights.parameters[name])
+
+
+def test_stages_that_share_a_weight_are_summed_after_their_backwards() -> None:
+    plan = even_plan(profile_of("tied"), (2, 1), "1f1b", microbatches=2)
+    (program, *_) = plan.schedule_for([2] * 3).programs
+    assert last_backwards(program, plan.schedule_for([2] * 3)) == {}
 
 
 def test_a_failing_worker_ends_the_others_within_the_deadline() -> None:

@@ -197,6 +197,7 @@ def assemble(
         sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
         clip=clip,
         scaler=scaler,
+        averages_early=not job.sync_batch_norm,  # which sums in the midst of backwards itself
         clock=clock,
         device=device,
     )

@@ -173,10 +173,16 @@ class EmulatedTransport:
         return _Paced(self._inner.receive(tensor, channel, number), self, (peer, self.rank, direction), number)
 
     def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
-        self._inner.all_reduce(tensor, workers, timeout_s)
+        self.begin_all_reduce(tensor, workers).wait(timeout_s)
+
+    def carries(self, workers: tuple[int, ...]) -> bool:
+        return True
+
+    def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
         devices = [self._devices[worker] for worker in workers]
         call, self._calls[workers] = self._calls[workers], self._calls[workers] + 1
-        self.see_in(self._network.ring(workers, call, devices, tensor.nbytes * self._shrink))
+        transfer = self._network.ring(workers, call, devices, tensor.nbytes * self._shrink)
+        return _PacedSum(self._inner.begin_all_reduce(tensor, workers), self, transfer)
 
     def claim(self, way: Way, number: int) -> None:
         self.see_in(self._network.claim(way, number))
@@ -184,6 +190,17 @@ class EmulatedTransport:
     def see_in(self, transfer: Transfer) -> None:
         while (there_s := self._network.there_s(transfer)) > self._clock():
             self._clock.sleep_until(there_s)
+
+
+@dataclass(frozen=True)
+class _PacedSum:
+    inner: Pending
+    transport: EmulatedTransport
+    transfer: Transfer
+
+    def wait(self, timeout_s: float) -> None:
+        self.inner.wait(timeout_s)  # all have come
+        self.transport.see_in(self.transfer)
 
 
 @dataclass

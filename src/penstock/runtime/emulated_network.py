@@ -110,13 +110,12 @@ class EmulatedNetwork:
 
     def ring(self, workers: tuple[int, ...], call: int, devices: Sequence[int], num_bytes: float) -> Transfer:
         """An all-reduce of so many bytes, the ``call``-th of these workers: from device to device, host by host, all
-        sending at once. Every worker asks when all have come, and the first starts it."""
+        sending at once. Every worker asks when it has come, and the last starts it."""
         with self._lock:
             ring = self._rings.setdefault((workers, call), _Ring(self._around(sorted(devices), num_bytes)))
-            if not ring.asked:
-                self._start(workers, ring.transfer)
             ring.asked += 1
             if ring.asked == len(workers):
+                self._start(workers, ring.transfer)
                 del self._rings[workers, call]
             return ring.transfer
 

@@ -104,4 +104,13 @@ class _Between:
         return self.transport.receive(tensor, (self.pair[channel[0]], channel[1]), number)
 
     def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
-        self.transport.all_reduce(tensor, tuple(self.pair[worker] for worker in workers), timeout_s)
+        self.transport.all_reduce(tensor, self._of_pair(workers), timeout_s)
+
+    def carries(self, workers: tuple[int, ...]) -> bool:
+        return self.transport.carries(self._of_pair(workers))
+
+    def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
+        return self.transport.begin_all_reduce(tensor, self._of_pair(workers))
+
+    def _of_pair(self, workers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.pair[worker] for worker in workers)

@@ -249,6 +249,15 @@ class Line:
     inlets: Mapping[Kind, Inlet]
 
 
+@dataclass(frozen=True)
+class _SumUnderneath:
+    transport: SharedMemoryTransport
+    inner: Pending
+
+    def wait(self, timeout_s: float) -> None:
+        self.transport.see_in(self.inner, timeout_s)
+
+
 class SharedMemoryTransport:
     """Through shared memory where there is a line to the peer; all else by the transport underneath."""
 
@@ -284,17 +293,26 @@ class SharedMemoryTransport:
     def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
         if workers in self._rings and tensor.is_contiguous():
             self._sum_around(tensor.view(-1), workers, timeout_s)
-            return
+        else:
+            self.see_in(self._underneath.begin_all_reduce(tensor, workers), timeout_s)
+
+    def carries(self, workers: tuple[int, ...]) -> bool:
+        return workers not in self._rings and self._underneath.carries(workers)
+
+    def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
+        return _SumUnderneath(self, self._underneath.begin_all_reduce(tensor, workers))
+
+    def see_in(self, summing: Pending, timeout_s: float) -> None:
+        """What found no room yet may be what another member waits for before it joins in."""
         if not self.push():
-            self._underneath.all_reduce(tensor, workers, timeout_s)
+            summing.wait(timeout_s)
             return
-        # What found no room yet may be what another member waits for before it joins in.
         with ThreadPoolExecutor(1) as pool:
-            summing = pool.submit(self._underneath.all_reduce, tensor, workers, timeout_s)
-            while not summing.done():
+            waiting = pool.submit(summing.wait, timeout_s)
+            while not waiting.done():
                 self.push()
                 time.sleep(NAP_S)
-            summing.result()
+            waiting.result()
 
     def _sum_around(self, flat: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
         """A part for each worker goes around, growing by everyone's, until it is whole; then it goes around again. All

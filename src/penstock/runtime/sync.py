@@ -11,13 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from penstock.plan import Plan
-from penstock.runtime.transport import Transport
+from penstock.runtime.transport import Pending, Transport
 from penstock.runtime.weights import Weights
 from penstock.sync import SyncPolicy
 
+BUCKET_BYTES = 2**22
+"""Gradients that travel together while others are still being found: enough that a message is mostly its bytes."""
+
 
 def owners_of_parameters(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """For each parameter, the workers that hold it: replicas of its stage, and of every other stage it is tied to."""
+    """For each parameter, in the order of the layers, the workers that hold it: replicas of its stage, and of every
+    other stage it is tied to."""
     owners: dict[str, set[int]] = defaultdict(set)
     for layer in plan.profile.graph.layers:
         for name in layer.parameters:
@@ -44,48 +48,128 @@ class GradientSync:
         *,
         transport: Transport,
         timeout_s: float,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.owners, self.policy = owners, policy
-        self.transport, self.timeout_s = transport, timeout_s
+        self.transport, self.timeout_s, self.bucket_bytes = transport, timeout_s, bucket_bytes
+        self._under_way: _Summing | None = None
+
+    def begin(self, weights: Weights, round_index: int) -> None:
+        """Sum what becomes final in the midst of the round's last backward, which is about to run, as it does."""
+        summing = self._summing([weights], round_index)
+        if summing.goes_on_by_itself:
+            self._under_way, weights.on_final = summing, summing.final
 
     def run(self, stages: Sequence[Weights], round_index: int) -> None:
         """Replace the round's gradients by their sum over the group of each parameter, and over those of this worker's
         stages that share it."""
+        summing, self._under_way = self._under_way or self._summing(stages, round_index), None
+        for weights in stages:
+            weights.on_final = None
+        summing.finish(self.timeout_s)
+
+    def _summing(self, stages: Sequence[Weights], round_index: int) -> _Summing:
+        """The same sums in the same order on every worker of a group, whenever it begins."""
         shared: dict[str, list[Weights]] = defaultdict(list)
         for weights in stages:
             for name, parameter in weights.parameters.items():
                 if parameter.requires_grad:
                     shared[name].append(weights)
-        groups: dict[tuple[int, ...], list[_Owned]] = defaultdict(list)
-        for name in sorted(shared):
+        groups: dict[tuple[tuple[int, ...], str], list[_Owned]] = defaultdict(list)
+        for name in [name for name in reversed(list(self.owners)) if name in shared]:  # as a backward comes to them
             owned = _Owned(name, shared[name])
-            owned.sum_here()
             group = self.policy.group(self.owners[name], self.transport.rank, round_index)
-            if len(group) > 1:
-                groups[group].append(owned)
-        for group, members in sorted(groups.items()):
-            self._sum(group, members)
+            groups[group, str(owned.parameter.dtype)].append(owned)
+        buckets = []
+        for (group, _), everything in sorted(groups.items(), key=lambda item: item[0]):
+            carried = len(group) > 1 and self.transport.carries(group)
+            parts = self._parts(everything) if carried else [everything]
+            buckets += [_Bucket(members, group, self.transport, carried=carried) for members in parts]
+        return _Summing(buckets)
 
-    def _sum(self, group: tuple[int, ...], everything: Sequence[_Owned]) -> None:
-        """One message per group and dtype. Presence travels along: a gradient that nobody has stays absent,
-        as in one process, so that optimizers which decay weights leave the parameter alone."""
-        by_dtype: dict[torch.dtype, list[_Owned]] = defaultdict(list)
+    def _parts(self, everything: Sequence[_Owned]) -> list[list[_Owned]]:
+        """That are worth a message of their own."""
+        parts: list[list[_Owned]] = []
+        num_bytes = self.bucket_bytes
         for owned in everything:
-            by_dtype[owned.parameter.dtype].append(owned)
-        for dtype, members in by_dtype.items():
-            parts = [owned.gradient for owned in members]
-            device = members[0].parameter.device
-            present = torch.tensor([part is not None for part in parts], dtype=dtype, device=device)
-            tensors = [
-                torch.zeros_like(owned.parameter) if part is None else part
-                for owned, part in zip(members, parts, strict=True)
-            ]
-            flat = torch.cat([present, *(tensor.reshape(-1) for tensor in tensors)])
-            self.transport.all_reduce(flat, group, self.timeout_s)
-            counts, sizes = flat[: len(members)].tolist(), [tensor.numel() for tensor in tensors]
-            for owned, count, piece in zip(members, counts, torch.split(flat[len(members) :], sizes), strict=True):
-                if count > 0:
-                    owned.set_gradient(piece.view(owned.parameter.shape))
+            if num_bytes >= self.bucket_bytes:
+                parts.append([])
+                num_bytes = 0
+            parts[-1].append(owned)
+            num_bytes += owned.parameter.nbytes
+        return parts
+
+
+class _Summing:
+    """The sums of a round."""
+
+    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+        self._buckets = buckets
+        self._bucket_of = {owned.name: bucket for bucket in buckets for owned in bucket.members}
+        self._begun = 0
+
+    @property
+    def goes_on_by_itself(self) -> bool:
+        return len(self._buckets) > 1 and all(bucket.is_carried for bucket in self._buckets)
+
+    def final(self, name: str) -> None:
+        """A gradient is. Buckets begin in their order, on every worker the same."""
+        self._bucket_of[name].left -= 1
+        while self._begun < len(self._buckets) and not self._buckets[self._begun].left:
+            self._buckets[self._begun].begin()
+            self._begun += 1
+
+    def finish(self, timeout_s: float) -> None:
+        for bucket in self._buckets[self._begun :]:
+            if bucket.is_carried:
+                bucket.begin()
+        for bucket in self._buckets:
+            bucket.finish(timeout_s)
+
+
+class _Bucket:
+    """Gradients that travel together. Presence travels along: one that nobody has stays absent, as in one process, so
+    that optimizers which decay weights leave the parameter alone."""
+
+    def __init__(
+        self, members: Sequence[_Owned], group: tuple[int, ...], transport: Transport, *, carried: bool
+    ) -> None:
+        self.members, self.group, self.transport, self.is_carried = members, group, transport, carried
+        self.left = len(members)
+        """gradients that are not final yet"""
+        self._pending: Pending | None = None
+
+    def begin(self) -> None:
+        self._gather()
+        self._pending = self.transport.begin_all_reduce(self._flat, self.group)
+
+    def finish(self, timeout_s: float) -> None:
+        if self._pending is not None:
+            self._pending.wait(timeout_s)
+        elif len(self.group) > 1:
+            self._gather()
+            self.transport.all_reduce(self._flat, self.group, timeout_s)
+        else:
+            for owned in self.members:
+                owned.sum_here()
+            return
+        counts, sizes = self._flat[: len(self.members)].tolist(), [owned.parameter.numel() for owned in self.members]
+        pieces = torch.split(self._flat[len(self.members) :], sizes)
+        for owned, count, piece in zip(self.members, counts, pieces, strict=True):
+            if count > 0:
+                owned.set_gradient(piece.view(owned.parameter.shape))
+
+    def _gather(self) -> None:
+        for owned in self.members:
+            owned.sum_here()
+        parts = [owned.gradient for owned in self.members]
+        some = self.members[0].parameter
+        present = torch.tensor([part is not None for part in parts], dtype=some.dtype, device=some.device)
+        tensors = [
+            torch.zeros_like(owned.parameter) if part is None else part
+            for owned, part in zip(self.members, parts, strict=True)
+        ]
+        self._flat = torch.cat([present, *(tensor.reshape(-1) for tensor in tensors)])
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,14 @@ class Transport(Protocol):
         """Sum over these workers, in place. All of them call it, in the same order of calls."""
         ...
 
+    def carries(self, workers: tuple[int, ...]) -> bool:
+        """Whether a sum over these workers goes on while they do something else; all of them are told the same."""
+        ...
+
+    def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
+        """The same, under way when this returns, where sums are carried. Those begun are waited for in their order."""
+        ...
+
 
 class TorchTransport:
     """torch.distributed: gloo on CPU, nccl on CUDA. Each direction has a group of its own, so that a late
@@ -67,11 +75,27 @@ class TorchTransport:
         return _Transfer(dist.irecv(tensor, peer, group=self._directions[direction], tag=number), tensor)
 
     def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
-        work = dist.all_reduce(tensor, group=self._groups[workers], async_op=True)
+        self.begin_all_reduce(tensor, workers).wait(timeout_s)
+
+    def carries(self, workers: tuple[int, ...]) -> bool:
+        return True
+
+    def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
+        return _Sum(dist.all_reduce(tensor, group=self._groups[workers], async_op=True), tensor, workers)
+
+
+@dataclass
+class _Sum:
+    work: Any
+    tensor: Tensor
+    """kept alive while it is under way"""
+    workers: tuple[int, ...]
+
+    def wait(self, timeout_s: float) -> None:
         try:
-            work.wait(timedelta(seconds=timeout_s))
+            self.work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise WorkerError(f"the all-reduce among workers {workers} failed: {short_reason(error)}") from error
+            raise WorkerError(f"the all-reduce among workers {self.workers} failed: {short_reason(error)}") from error
 
 
 @dataclass
@@ -136,15 +160,35 @@ class LocalTransport:
         return _Awaited(self._exchange, (peer, self.rank, direction, number), tensor)
 
     def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        self.begin_all_reduce(tensor, workers).wait(timeout_s)
+
+    def carries(self, workers: tuple[int, ...]) -> bool:
+        return True
+
+    def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
         call = (workers, self._calls[workers])
         self._calls[workers] += 1
         with self._exchange.condition:
             terms = self._exchange.sums[call]
             terms[self.rank] = tensor.clone()
+            if len(terms) == len(workers):
+                del self._exchange.sums[call]  # all have it who want it
             self._exchange.condition.notify_all()
-            self._exchange.wait_for(lambda: len(terms) == len(workers), timeout_s)
+        return _Summed(self._exchange, terms, workers, tensor)
+
+
+@dataclass
+class _Summed:
+    exchange: LocalExchange
+    terms: dict[int, Tensor]
+    workers: tuple[int, ...]
+    tensor: Tensor
+
+    def wait(self, timeout_s: float) -> None:
+        with self.exchange.condition:
+            self.exchange.wait_for(lambda: len(self.terms) == len(self.workers), timeout_s)
         # in the order of ranks, whoever came first: a run repeated gives the same bits
-        tensor.copy_(torch.stack([terms[rank] for rank in workers]).sum(0))
+        self.tensor.copy_(torch.stack([self.terms[rank] for rank in self.workers]).sum(0))
 
 
 class _Delivered:

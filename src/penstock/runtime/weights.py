@@ -15,12 +15,15 @@ parameter object and would compute their backward with the new weights, silently
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import WorkerError
 from penstock.remedy import Remedy
 from penstock.runtime.optimizers import MakeOptimizer, MakeScheduler, Optimizers
 
@@ -47,6 +50,8 @@ class Weights:
     make_optimizer: MakeOptimizer
     make_scheduler: MakeScheduler | None = None
     remedy: Remedy | None = None
+    on_final: Callable[[str], None] | None = field(init=False, default=None)
+    """told of each gradient of a round, in the midst of its last backward, while that is run"""
     staleness: Counter[int] = field(init=False, default_factory=Counter)
     """microbatches by the updates between the version of their forward and the step that applied their gradient"""
     optimizers: Optimizers = field(init=False)
@@ -134,17 +139,50 @@ class Weights:
         if adds_in_place:  # autograd then accumulates into the round's gradients by itself
             for name, leaf in version.trained.items():
                 leaf.grad = gradients.get(name)
-        compute()
-        for name, leaf in version.trained.items():
+
+        def settle(name: str, leaf: Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             if gradient is None:
-                continue
+                return
             if adds_in_place:
                 gradients[name] = gradient
             elif name in gradients:
                 gradients[name].add_(gradient, alpha=scale)
             else:
                 gradients[name] = gradient.mul_(scale)
+
+        with self._telling(version, settle):
+            compute()
+        for name, leaf in version.trained.items():
+            settle(name, leaf)
+
+    @contextmanager
+    def _telling(self, version: Version, settle: Callable[[str, Tensor], None]) -> Iterator[None]:
+        tell = self.on_final
+        if tell is None:
+            yield
+            return
+        told = set[str]()
+
+        def reached(name: str, leaf: Tensor) -> None:
+            if name in told:
+                raise WorkerError(
+                    f"the gradient of {name} was found twice in one backward, as with reentrant checkpointing of a "
+                    "weight that is used twice; use non-reentrant checkpointing there"
+                )
+            told.add(name)
+            settle(name, leaf)
+            tell(name)
+
+        hooks = [
+            leaf.register_post_accumulate_grad_hook(partial(reached, name))  # type: ignore[no-untyped-call]
+            for name, leaf in version.trained.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def step(self, count: int = 0, *, keep: bool = False, rate: float = 1.0) -> None:
         """Update with the round's gradients, at ``rate`` times the learning rate after ``count`` steps of the
