@@ -202,8 +202,10 @@ def graphs(draw: st.DrawFn, *, max_layers: int = 6, ties: bool = True) -> LayerG
     ids = draw(st.permutations(range(n)))
     readers = [draw(st.sets(st.integers(i + 1, n - 1), min_size=1, max_size=3)) for i in range(n - 1)] + [set()]
     sizes = st.integers(0, 10**6)
+    weights = st.integers(0, 10**7)  # some of more than a bucket
     parameters = tuple(
-        Parameter(name=f"w{i}", num_bytes=draw(sizes), state_bytes=draw(sizes)) for i in range(draw(st.integers(0, n)))
+        Parameter(name=f"w{i}", num_bytes=draw(weights), state_bytes=draw(sizes))
+        for i in range(draw(st.integers(0, n)))
     )
     some_names = st.sets(st.sampled_from([p.name for p in parameters]), max_size=2) if parameters else st.just(set())
 
@@ -291,6 +293,7 @@ def clusters(
             bytes_per_s=draw(rates),
             latency_s=draw(st.floats(0, 1e-3)),
             ring_bytes_per_s=draw(st.none() | rates),
+            ring_by_workers=draw(st.booleans()),
         )
         for size in (inner, outer)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from penstock import codec
 from penstock.bench.emulated import EmulatedRow, Rates
 from penstock.cli.app import app
 from penstock.cli.show import bench_table, print_table
-from penstock.cluster import Cluster, parse_cluster
+from penstock.cluster import Cluster, Level, parse_cluster
 from penstock.errors import PlanError
 from penstock.plan import Plan, Stage
 from penstock.plan_costs import PlanCosts
@@ -26,6 +27,7 @@ from penstock.run import RunDirectory
 from penstock.runtime.emulate import emulate, usual_dilation
 from penstock.runtime.emulated_network import EmulatedNetwork, Transfer
 from penstock.schedule import Kind
+from penstock.simulate import simulate
 
 HOSTS = parse_cluster("2@100MB/s,2@10MB/s")
 MB = 1e6
@@ -161,6 +163,20 @@ def test_any_plan_runs_every_action_for_at_least_its_seconds(name: str) -> None:
     assert found.trace.origin == "emulated"
     assert found.result.samples == 24
     assert [stage.most for stage in found.result.staleness] == [stage.most for stage in plan.staleness]
+
+
+@pytest.mark.parametrize("by_workers", [False, True])
+def test_averaging_begins_in_the_midst_of_a_backward_where_it_is_played_so(by_workers: bool) -> None:
+    profile = chain_profile([0.05, 0.05], batch_size=2, parameter_bytes=8 * 10**6)
+    level = Level(size=2, bytes_per_s=80 * MB, ring_by_workers=by_workers)
+    plan = plan_of(profile, replace(flat_cluster(2), levels=(level,)), [[0, 1]], [2], schedule="1f1b", microbatches=2)
+    found, played = emulate(plan, 3).trace, simulate(plan, 3)
+    waits = [
+        statistics.median(event.end_s - event.start_s for event in trace.events if event.action.kind is Kind.SYNC)
+        for trace in (found, played)
+    ]
+    assert waits[1] == pytest.approx(0.2 if by_workers else 0.1)
+    assert waits[0] == pytest.approx(waits[1], rel=0.3)
 
 
 def test_a_slow_link_takes_its_time() -> None:

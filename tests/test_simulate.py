@@ -217,6 +217,28 @@ def test_an_all_reduce_goes_at_its_own_rate() -> None:
     assert PlanCosts(plan).sync_s(0) == pytest.approx(12.0)
 
 
+def test_averaging_begins_in_the_midst_of_the_last_backward_of_a_round() -> None:
+    """Two layers of 8 MB: the second's gradients are there when half of the backward is, and travel during the rest."""
+    profile = chain_profile([1.0, 1.0], batch_size=2, parameter_bytes=8 * 2**20)
+    cluster = flat_cluster(2, bytes_per_s=8 * 2**20)
+    plan = plan_of(profile, cluster, [[0, 1]], [2], schedule="gpipe", microbatches=2)
+    assert PlanCosts(plan).buckets(0) == [(0.5, 8 * 2**20), (1.0, 8 * 2**20)]
+    (sync, *_) = [event for event in simulate(plan, 1).events if event.action.kind is Kind.SYNC]
+    assert sync.start_s == pytest.approx(2.0 + 4.0)
+    assert sync.end_s - sync.start_s == pytest.approx(1.0)
+    by_workers = replace(cluster, levels=(replace(cluster.levels[0], ring_by_workers=True),))
+    plan = replace(plan, cluster=by_workers)
+    (sync, *_) = [event for event in simulate(plan, 1).events if event.action.kind is Kind.SYNC]
+    assert sync.end_s - sync.start_s == pytest.approx(PlanCosts(plan).sync_s(0)) == pytest.approx(2.0)
+
+
+def test_averaging_that_takes_longer_than_the_backward_is_waited_for_at_its_end() -> None:
+    profile = chain_profile([1.0, 1.0], batch_size=2, parameter_bytes=8 * 2**20)
+    plan = plan_of(profile, flat_cluster(2, bytes_per_s=2**20), [[0, 1]], [2], schedule="gpipe", microbatches=2)
+    (sync, *_) = [event for event in simulate(plan, 1).events if event.action.kind is Kind.SYNC]
+    assert sync.end_s - sync.start_s == pytest.approx(16.0 - 2.0)
+
+
 def test_messages_of_one_direction_between_two_workers_queue_up() -> None:
     profile = chain_profile([1.0, 0.0], batch_size=3, value_bytes=500)
     plan = plan_of(profile, flat_cluster(2, bytes_per_s=100.0), [[0], [1]], schedule="gpipe", microbatches=3)

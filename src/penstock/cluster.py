@@ -55,6 +55,9 @@ class Level:
     ring_bytes_per_s: float | None = None
     """what each member of an all-reduce passes on to the next; None where that is as fast as messages"""
     ring_latency_s: float | None = None
+    ring_by_workers: bool = False
+    """whether the members of an all-reduce pass and sum it themselves, as through memory that they share, and compute
+    nothing meanwhile; else it goes on while they do"""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -203,7 +206,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def local_cluster(workers: int) -> Cluster:
-    level = Level(size=workers, bytes_per_s=LOOPBACK_BYTES_PER_S, latency_s=LOOPBACK_LATENCY_S)
+    level = Level(size=workers, bytes_per_s=LOOPBACK_BYTES_PER_S, latency_s=LOOPBACK_LATENCY_S, ring_by_workers=True)
     return Cluster(name=f"local:{workers}", devices=(Device(),) * workers, levels=(level,))
 
 
@@ -247,6 +250,8 @@ def cluster_toml(cluster: Cluster, about: Sequence[str] = (), about_levels: Sequ
             parts.append(f'all_reduce_bandwidth = "{units.write_bytes_per_s(level.ring_bytes_per_s)}"')
         if level.ring_latency_s is not None:
             parts.append(f'all_reduce_latency = "{units.write_seconds(level.ring_latency_s)}"')
+        if level.ring_by_workers:
+            parts.append("all_reduce_by_workers = true")
     return "\n".join(parts) + "\n"
 
 
@@ -306,7 +311,10 @@ def _toml_device(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _toml_level(item: dict[str, Any], where: str) -> dict[str, Any]:
-    return _with_units(item, _LEVEL_UNITS, f"{where}.")
+    item = _with_units(item, _LEVEL_UNITS, f"{where}.")
+    if "all_reduce_by_workers" in item:
+        item["ring_by_workers"] = item.pop("all_reduce_by_workers")
+    return item
 
 
 def _with_units(item: dict[str, Any], keys: dict[str, tuple[str, Any]], where: str) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,8 @@ from penstock.schedule import Family
 MOST_SHARES = 4
 """A replica takes at most so many microbatches of a round: longer rounds update less often."""
 WORTH_A_LONGER_ROUND = 1.01
+BUCKET_BYTES = 2**22
+"""Gradients that travel together while others are still being found: enough that a message is mostly its bytes."""
 
 Array = np.ndarray[Any, Any]
 Sends = Mapping[int, str]
@@ -54,6 +57,17 @@ def sent_bytes(value: Value, sends: str) -> float:
 def ring_allreduce(num_bytes: Any, members: Any) -> Traffic:
     """Each of n members sends and receives 2 (n-1) times an n-th of the bytes."""
     return Traffic(2 * (members - 1), num_bytes / members)
+
+
+def in_buckets(sizes: Iterable[float], bucket_bytes: float = BUCKET_BYTES) -> list[int]:
+    """The bucket of each gradient, in the order in which a backward finds them."""
+    numbers, number, filled = [], -1, math.inf
+    for size in sizes:
+        if filled >= bucket_bytes:
+            number, filled = number + 1, 0.0
+        numbers.append(number)
+        filled += size
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +131,11 @@ class CostModel:
         if len(devices) < 2:
             return 0.0
         return float(ring_allreduce(num_bytes, len(devices)).seconds(self.cluster.slowest_link(devices).ring))
+
+    def averages_early(self, link: Level, schedule: Family) -> bool:
+        """Whether averaging over such a link begins in the midst of the last backward of a round: where gradients are
+        final with it, and workers have nothing else to average."""
+        return schedule.trains and not schedule.halves and schedule.layout == "once" and not link.ring_by_workers
 
     def handled_s(self, num_bytes: Any, schedule: Family) -> Any:
         """That a worker is busy with what crosses a cut next to it: values one way and, if the schedule trains, as many

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cost import CostModel, Memory, Traffic, message, pace, sent_bytes, stashes_weights
+from penstock.cost import CostModel, Memory, Traffic, in_buckets, message, pace, sent_bytes, stashes_weights
 from penstock.graph import Value
 from penstock.plan import Plan, Stage
 from penstock.schedule import Action, Kind, family
@@ -52,6 +52,7 @@ class PlanCosts:
         return self._compute[stage, worker]
 
     def sync_s(self, stage: int) -> float:
+        """Averaging a stage's gradients; all of it counts here, also what begins in the midst of a backward."""
         if stage not in self._syncs:
             self._syncs[stage] = self._sync_s(stage)
         return self._syncs[stage]
@@ -60,6 +61,42 @@ class PlanCosts:
         """Averaging a stage's gradients over its replicas, and tied ones over their owners too."""
         devices = [self.plan.devices[worker] for worker in self.plan.pipeline.sync_workers(stage)]
         return self.model.allreduce_s(self.sync_bytes(stage), devices)
+
+    def averages_early(self, stage: int) -> bool:
+        """Whether the averaging of its gradients begins in the midst of the last backward of a round."""
+        if self.plan.pipeline.sync_stages[stage] != (stage,):
+            return False
+        link = self.plan.cluster.slowest_link(self.plan.stages[stage].devices)
+        return self.model.averages_early(link, family(self.plan.schedule))
+
+    def finals(self, stage: int) -> list[tuple[str, float]]:
+        """The parameters of a stage as its backward finds their gradients, and the share of it that has passed then."""
+        here, graph = self.plan.stages[stage], self.plan.profile.graph
+        device, own = here.devices[0], set(here.layers)
+        layers = [layer for layer in graph.layers if layer.id in own]
+        seconds = [self.model.backward_s([layer.id], device) for layer in layers]
+        again_s = self.model.forward_s(here.layers, device) if here.recompute else 0.0
+        total_s, left_s = again_s + sum(seconds), 0.0
+        shares: dict[str, float] = {}
+        for layer, layer_s in zip(layers, seconds, strict=True):
+            share = 1 - left_s / total_s if total_s else 1.0
+            for name in layer.parameters:  # final with the first layer that uses it, the last in a backward
+                shares.setdefault(name, share)
+            left_s += layer_s
+        return list(shares.items())[::-1]
+
+    def buckets(self, stage: int) -> list[tuple[float, float]]:
+        """Its gradients as they are averaged: the share of the last backward that has passed when they are final, and
+        their bytes; all of them after it, where that does not begin before."""
+        if not self.averages_early(stage):
+            return [(1.0, self.sync_bytes(stage))]
+        finals = self.finals(stage)
+        sizes = [self.plan.profile.graph.parameter_by_name[name].num_bytes for name, _ in finals]
+        found: dict[int, tuple[float, float]] = {}
+        for number, size, (_, share) in zip(in_buckets(sizes), sizes, finals, strict=True):
+            before = found.get(number, (0.0, 0.0))
+            found[number] = max(before[0], share), before[1] + size
+        return list(found.values())
 
     def sync_bytes(self, stage: int) -> float:
         """The gradients that a stage averages."""

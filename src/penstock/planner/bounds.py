@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost import CostModel
+from penstock.planner.downsets import Floats
 from penstock.schedule import Family
 
 PRECISION = 1e-4
@@ -56,7 +57,9 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
     """The same for devices all alike, with the averaging that replicas need, over the fastest links there are.
 
     In a period of T a layer needs enough replicas that its computing, update and averaging fit, and each replica then
-    averages: that takes device time of its own. All layers together have the device time that there is.
+    averages: that takes device time of its own. All layers together have the device time that there is. Averaging that
+    begins in the midst of a backward takes at least what the backward leaves of it: then layers need the time for all
+    but averaging, and that for all but a backward.
     """
     devices, graph = len(costs.cluster.devices), costs.profile.graph
     if len(set(costs.cluster.devices)) > 1 or not family.trains:
@@ -69,17 +72,28 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
     own = [[p for p in graph.parameters_of([n]) if users[p.name] == 1] for n in layers]
     wire_s = np.array([2 * sum(p.num_bytes for p in parameters) / rate for parameters in own])
 
-    def area_s(replicas: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    backward_s = np.array([costs.backward_s([n], 0) for n in layers])
+    # asynchronous plans are counted as if they averaged after it, synchronous ones as they are played
+    early = not family.asynchronous and any(costs.averages_early(level, family) for level in costs.cluster.levels)
+    counted = ((0.0, 0.0), (1.0, 1.0)) if early else ((0.0, 1.0),)
+    """of a backward that hides averaging, and of averaging"""
+
+    def area_s(replicas: Floats, hidden: float, averaged: float) -> Floats:
         """Device seconds per microbatch."""
-        overhead_s = update_s + wire_s * (replicas - 1) / replicas
+        overhead_s = update_s + averaged * wire_s * (replicas - 1) / replicas
+        overhead_s = overhead_s - hidden * backward_s * (replicas > 1)
         return compute_s + (overhead_s * replicas / microbatches if family.accumulates else overhead_s)
 
     def possible(period_s: float) -> bool:
+        return all(fits(period_s, *which) for which in counted)
+
+    def fits(period_s: float, hidden: float, averaged: float) -> bool:
         replicas = np.ones(len(layers))
         for _ in range(devices):
-            short = area_s(replicas) > replicas * period_s * (1 + 1e-12)
+            needed_s = area_s(replicas, hidden, averaged)
+            short = needed_s > replicas * period_s * (1 + 1e-12)
             if not short.any():
-                return bool(area_s(replicas).sum() <= devices * period_s)
+                return bool(needed_s.sum() <= devices * period_s)
             replicas[short] += 1
             if replicas.max() > devices:
                 return False

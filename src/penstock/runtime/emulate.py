@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.cost import BUCKET_BYTES
 from penstock.errors import PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
@@ -166,6 +167,7 @@ class _Emulation:
                 sync_policy(self.plan.sync),
                 transport=transport,
                 timeout_s=self.timeout_s,
+                bucket_bytes=BUCKET_BYTES / self.shrink,
             ),
             clock=self.clock,
             device=CPU,
@@ -185,7 +187,11 @@ class _Emulation:
             name: value_tensor(self.values[name], scale, self.shrink) for names in sends_to.values() for name in names
         }
         module = EmulatedStage(
-            EmulatedWeights(parameters, seconds[Kind.STEP], self.clock), seconds, makes=makes, clock=self.clock
+            EmulatedWeights(parameters, seconds[Kind.STEP], self.clock),
+            seconds,
+            makes=makes,
+            finals=self.costs.finals(index),
+            clock=self.clock,
         )
         return OwnStage(index=index, module=module, sends_to=sends_to, receives_from=receives_from)
 

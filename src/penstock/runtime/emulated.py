@@ -88,8 +88,10 @@ class EmulatedStage(StageModule):
         seconds: Mapping[Kind, float],
         *,
         makes: Mapping[str, Tensor],
+        finals: Sequence[tuple[str, float]],
         clock: DilatedClock,
     ) -> None:
+        """``finals`` are the parameters as a backward finds their gradients, and how much of it has passed then."""
         section = Section(
             module=fx.GraphModule(nn.Module(), fx.Graph()),
             reads=(),
@@ -101,7 +103,7 @@ class EmulatedStage(StageModule):
             buffers={},
         )
         super().__init__(section, weights, lambda output, target: torch.zeros(()))
-        self._seconds, self._makes, self._clock = seconds, makes, clock
+        self._seconds, self._makes, self._finals, self._clock = seconds, makes, finals, clock
         self._kept: dict[int, _Kept] = {}
 
     @property
@@ -121,6 +123,32 @@ class EmulatedStage(StageModule):
             self._kept[microbatch] = _Kept(self.weights.acquire(version_number, staleness), received)
             return dict(self._makes)
 
+    def backward(
+        self,
+        microbatch: int,
+        gradients: Mapping[str, list[Tensor | None]],
+        *,
+        loss_weight: float,
+        scale: float,
+        round_number: int | None = None,
+    ) -> dict[str, Tensor | None]:
+        """In halves, as any; but one by one where somebody waits for gradients that are final."""
+        if self.weights.on_final is None:
+            return super().backward(
+                microbatch, gradients, loss_weight=loss_weight, scale=scale, round_number=round_number
+            )
+        kept, start_s = self._kept.pop(microbatch), self._clock()
+
+        def find() -> None:
+            for name, share in self._finals:
+                self._clock.sleep_until(start_s + share * self._seconds[Kind.BACKWARD])
+                torch.autograd.backward(kept.version.leaves[name].sum())
+
+        with self._clock.lasting(self._seconds[Kind.BACKWARD]):
+            self.weights.backward(kept.version, find, 1.0, round_number)
+            self.weights.finish(kept.version, round_number)
+        return _gradients_of(kept.received)
+
     def backward_input(
         self,
         microbatch: int,
@@ -133,15 +161,17 @@ class EmulatedStage(StageModule):
         with self._clock.lasting(self._seconds[Kind.INPUT]):
             kept = self._kept[microbatch]
             self._kept[microbatch] = _Kept(kept.version, {}, round_number)
-            return {
-                name: torch.zeros_like(value) if value.requires_grad else None for name, value in kept.received.items()
-            }
+            return _gradients_of(kept.received)
 
     def backward_weight(self, microbatch: int) -> None:
         with self._clock.lasting(self._seconds[Kind.WEIGHT]):
             kept = self._kept.pop(microbatch)
             self.weights.backward(kept.version, lambda: _make_gradients(kept.version), 1.0, kept.round_number)
             self.weights.finish(kept.version, kept.round_number)
+
+
+def _gradients_of(received: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    return {name: torch.zeros_like(value) if value.requires_grad else None for name, value in received.items()}
 
 
 def _make_gradients(version: Version) -> None:
@@ -176,7 +206,7 @@ class EmulatedTransport:
         self.begin_all_reduce(tensor, workers).wait(timeout_s)
 
     def carries(self, workers: tuple[int, ...]) -> bool:
-        return True
+        return self._network.carries([self._devices[worker] for worker in workers])
 
     def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
         devices = [self._devices[worker] for worker in workers]

@@ -62,9 +62,12 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
         parts = share("timings", [codec.encode(timing) for timing in timings], timeout_s)
         backend = ", ".join(sorted({str(dist.get_backend()), *links.chosen.values()}))
         rank = dist.get_rank()
+        own = [group for group in _groups(trials, everyone) if rank in group and len(group) > 1]
+        by_workers = not all(map(links.transport.carries, own))
     if rank != 0:
         return None
-    return conclude(facts, trials, [codec.decode(Timing, item) for part in parts for item in part], backend)
+    found = [codec.decode(Timing, item) for part in parts for item in part]
+    return conclude(facts, trials, found, backend, by_workers=by_workers)
 
 
 def share(name: str, part: Any, timeout_s: float) -> list[Any]:

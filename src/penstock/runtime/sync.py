@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from penstock.cost import BUCKET_BYTES, in_buckets
 from penstock.plan import Plan
 from penstock.runtime.transport import Pending, Transport
 from penstock.runtime.weights import Weights
 from penstock.sync import SyncPolicy
-
-BUCKET_BYTES = 2**22
-"""Gradients that travel together while others are still being found: enough that a message is mostly its bytes."""
 
 
 def owners_of_parameters(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -48,7 +46,7 @@ class GradientSync:
         *,
         transport: Transport,
         timeout_s: float,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: float = BUCKET_BYTES,
     ) -> None:
         self.owners, self.policy = owners, policy
         self.transport, self.timeout_s, self.bucket_bytes = transport, timeout_s, bucket_bytes
@@ -89,15 +87,11 @@ class GradientSync:
 
     def _parts(self, everything: Sequence[_Owned]) -> list[list[_Owned]]:
         """That are worth a message of their own."""
-        parts: list[list[_Owned]] = []
-        num_bytes = self.bucket_bytes
-        for owned in everything:
-            if num_bytes >= self.bucket_bytes:
-                parts.append([])
-                num_bytes = 0
-            parts[-1].append(owned)
-            num_bytes += owned.parameter.nbytes
-        return parts
+        numbers = in_buckets([owned.parameter.nbytes for owned in everything], self.bucket_bytes)
+        parts: dict[int, list[_Owned]] = defaultdict(list)
+        for number, owned in zip(numbers, everything, strict=True):
+            parts[number].append(owned)
+        return list(parts.values())
 
 
 class _Summing:

@@ -72,6 +72,7 @@ class Links:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.ports: dict[Port, Gate] = {}
+        self.now_s = 0.0
         self._events: list[tuple[float, int, Channel, Message | None]] = []
         self._count = 0
 
@@ -112,6 +113,7 @@ class Links:
         events = self._events
         while events:
             now_s, _, channel, message = heapq.heappop(events)
+            self.now_s = now_s
             if message is not None:
                 if channel.current is None:
                     self._start(channel, message, now_s)

@@ -73,17 +73,20 @@ class Meeting:
     """The workers that average together; blocking: each goes on when all have come and the ring has run."""
 
     workers: tuple[int, ...]
-    amount: float
-    """that passes each port of the ring, in bytes; or seconds, where its workers share cores and sum in their memory"""
+    buckets: tuple[tuple[float, float], ...]
+    """gradients that travel together: the share of the last backward that has passed when they are final, and what
+    passes each port of the ring, in bytes; or seconds, where its workers share cores and sum in their memory"""
     ways: tuple[Channel, ...]
     """around the ring; or to the core of each worker"""
     end: Callable[[tuple[int, ...], float], None]
     come: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    final_s: dict[int, list[float]] = field(default_factory=dict)
+    """of each bucket, on those who have come"""
     over: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def arrive(self, index: int, at_s: float) -> None:
         self.over[index] += 1
-        if self.over[index] >= len(self.ways):
+        if self.over[index] >= len(self.ways) * len(self.buckets):
             del self.over[index]
             self.end(self.workers, at_s)
 
@@ -146,7 +149,7 @@ class Player:
             stage, kind, index = program[at]
             if kind is Kind.SYNC:
                 self._position[worker], self._free_s[worker] = at, free_s
-                self._come(worker, self._meeting(stage), index)
+                self._come(worker, stage, self._meeting(stage), index)
                 return
             task = tasks[kind][stage]
             inbox = task.inbox
@@ -194,17 +197,29 @@ class Player:
                 channel = way.channels[receiver] = self._channel(worker, receiver, kind)
             self.links.send(at_s, channel, (way.num_bytes, way.inbox, index))
 
-    def _come(self, worker: int, meeting: Meeting, index: int) -> None:
+    def _come(self, worker: int, stage: int, meeting: Meeting, index: int) -> None:
+        final_s = self._final_s(worker, stage, meeting)
         self._starts_s[worker].append(self._free_s[worker])
+        meeting.final_s[index] = list(map(max, meeting.final_s.get(index, final_s), final_s))
         meeting.come[index] += 1
         if meeting.come[index] < len(meeting.workers):
             return
         del meeting.come[index]
-        all_there_s = max(self._free_s[each] for each in meeting.workers)
-        for way in meeting.ways:
-            self.links.send(all_there_s, way, (meeting.amount, meeting, index))
+        for at_s, (_, amount) in zip(meeting.final_s.pop(index), meeting.buckets, strict=True):
+            for way in meeting.ways:
+                self.links.send(max(at_s, self.links.now_s), way, (amount, meeting, index))
         if not meeting.ways:
-            meeting.arrive(index, all_there_s)
+            meeting.arrive(index, max(self._free_s[each] for each in meeting.workers))
+
+    def _final_s(self, worker: int, stage: int, meeting: Meeting) -> list[float]:
+        """When the buckets of a worker are: in the midst of the backward that it has just ended, if they are several
+        and it has, or now."""
+        at = self._position[worker]
+        before = self.schedule.programs[worker][at - 1] if at else None
+        if len(meeting.buckets) == 1 or before is None or before[:2] != (stage, Kind.BACKWARD):
+            return [self._free_s[worker]] * len(meeting.buckets)
+        start_s, end_s = self._starts_s[worker][-1], self._ends_s[worker][-1]
+        return [start_s + share * (end_s - start_s) for share, _ in meeting.buckets]
 
     def _part(self, workers: tuple[int, ...], at_s: float) -> None:
         """A meeting ends."""
@@ -262,16 +277,21 @@ class Player:
         pipeline = self.schedule.pipeline
         together, workers = pipeline.sync_stages[stage], pipeline.sync_workers(stage)
         if together[0] not in self._meetings:
-            traffic = ring_allreduce(max(map(self.costs.sync_bytes, together)), len(workers))
             devices = [self.plan.devices[worker] for worker in workers]
-            amount = traffic.messages * traffic.bytes_each
-            ways: tuple[Channel, ...] = (self.links.ring(devices),) if amount else ()
+            parts = self.costs.buckets(stage) if len(together) == 1 else [(1.0, self._most_synced(together))]
+            rings = [(share, ring_allreduce(num_bytes, len(workers))) for share, num_bytes in parts]
+            buckets = tuple((share, ring.messages * ring.bytes_each) for share, ring in rings)
+            ways: tuple[Channel, ...] = (self.links.ring(devices),) if any(amount for _, amount in buckets) else ()
             desks = [desk for desk in map(self._desks.__getitem__, workers) if desk is not None]
-            if amount and len(desks) == len(workers) and len(set(map(self.plan.cluster.host, devices))) == 1:
-                amount = float(traffic.seconds(self.plan.cluster.slowest_link(devices).ring))
+            if ways and len(desks) == len(workers) and len(set(map(self.plan.cluster.host, devices))) == 1:
+                link = self.plan.cluster.slowest_link(devices).ring
+                buckets = tuple((share, float(ring.seconds(link))) for share, ring in rings)
                 ways = tuple(desk.core for desk in desks)
-            self._meetings[together[0]] = Meeting(workers, amount, ways, self._part)
+            self._meetings[together[0]] = Meeting(workers, buckets, ways, self._part)
         return self._meetings[together[0]]
+
+    def _most_synced(self, together: Iterable[int]) -> float:
+        return max(map(self.costs.sync_bytes, together))
 
     def _columns(self) -> Columns:
         programs = self.schedule.programs

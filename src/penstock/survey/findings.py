@@ -54,11 +54,22 @@ class Survey:
     toml: str
 
 
-def conclude(facts: Sequence[WorkerFacts], trials: Sequence[Trial], timings: Sequence[Timing], backend: str) -> Survey:
+def conclude(
+    facts: Sequence[WorkerFacts],
+    trials: Sequence[Trial],
+    timings: Sequence[Timing],
+    backend: str,
+    *,
+    by_workers: bool = False,
+) -> Survey:
+    """``by_workers`` says that those of a host sum in memory that they share, and compute nothing meanwhile."""
     hosts, devices = group_hosts(facts), make_devices(facts)
     sizes = level_sizes(hosts)
     reaches = [reach for reach in Reach if any(trial.reach is reach for trial in trials)]
-    levels = tuple(_findings(reach, size, trials, timings) for reach, size in zip(reaches, sizes, strict=True))
+    levels = tuple(
+        _findings(reach, size, trials, timings, by_workers=by_workers and reach is Reach.INSIDE)
+        for reach, size in zip(reaches, sizes, strict=True)
+    )
     handling = levels[-1].handling  # the outermost that was measured: what is slowest to handle
     measured = Cluster(
         name=_name(hosts),
@@ -73,7 +84,9 @@ def conclude(facts: Sequence[WorkerFacts], trials: Sequence[Trial], timings: Seq
     return Survey(cluster=parse_cluster_toml(toml, "cluster"), hosts=hosts, levels=levels, remarks=remarks, toml=toml)
 
 
-def _findings(reach: Reach, size: int, trials: Sequence[Trial], timings: Sequence[Timing]) -> LevelFindings:
+def _findings(
+    reach: Reach, size: int, trials: Sequence[Trial], timings: Sequence[Timing], *, by_workers: bool
+) -> LevelFindings:
     by_pattern: dict[Pattern, list[Timing]] = defaultdict(list)
     for timing in timings:
         if trials[timing.trial].reach is reach:
@@ -87,6 +100,7 @@ def _findings(reach: Reach, size: int, trials: Sequence[Trial], timings: Sequenc
         latency_s=_two_digits(of_messages.latency_s),
         ring_bytes_per_s=_two_digits(of_rings.bytes_per_s),
         ring_latency_s=_two_digits(of_rings.latency_s),
+        ring_by_workers=by_workers,
     )
     exact = fit_handling(_handled(by_pattern[Pattern.HANDLING]))
     copying = None if exact.bytes_per_s is None else _two_digits(exact.bytes_per_s)
