@@ -131,6 +131,16 @@ def test_counting_devices_finds_what_placing_them_does(
         assert bound_s <= placed * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("latency_s", [0.0, 1e-250, 1e-12, 1e-6])
+def test_counting_devices_is_not_confused_by_next_to_no_latency(latency_s: float) -> None:
+    profile = chain_profile([0.2, 0.2, 0.25, 0.2, 0.2], batch_size=1, parameter_bytes=1)
+    cluster = flat_cluster(2, bytes_per_s=1e5, latency_s=latency_s)
+    asked = request(profile, cluster, "1f1b")
+    placed = Explorer(asked.stage_costs, asked.hints).tightest()[0].value_s
+    counted, _ = ThresholdSearch(stage_costs=asked.stage_costs).tightest(0.0)
+    assert counted[0].value_s == pytest.approx(placed, rel=3e-3)
+
+
 def relabelled(profile: Profile, names: list[int]) -> Profile:
     graph, new = profile.graph, dict(zip([layer.id for layer in profile.graph.layers], names, strict=True))
     order = sorted(range(len(names)), key=lambda i: names[i])

@@ -147,7 +147,9 @@ class ThresholdSearch:
             m = self.stage_costs.microbatches
             a, b, c = latency_s / m, (update_s + wire_s - latency_s) / m - period_s, compute_s - wire_s / m
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            root = np.where(np.abs(a) > 1e-300, (-b - np.sqrt(b * b - 4 * a * c)) / (2 * a), -c / b)
+            # the same root in two forms: in each, two numbers alike are never taken from one another
+            sqrt = np.sqrt(b * b - 4 * a * c)
+            root = np.where(b > 0, (-b - sqrt) / (2 * a), 2 * c / (sqrt - b))
             replicas = np.where(a + b + c <= 0, 1.0, np.ceil(root - ROUNDING))
             good = (replicas >= 1) & ((a * replicas + b) * replicas + c <= 1e-9 * np.abs(compute_s))
         return np.where(good, replicas, np.inf)
