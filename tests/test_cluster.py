@@ -156,6 +156,7 @@ DEVICE, LEVEL = "[[devices]]\ncount = 2\n", "[[levels]]\nsize = 2\nbandwidth = '
         (DEVICE + LEVEL.replace("bandwidth", "speed"), r"levels\[0\]\.speed: unknown field"),
         (DEVICE + "[[levels]]\nsize = 2\n", r"levels\[0\]\.bytes_per_s: missing"),
         (DEVICE + LEVEL + "latency = 'soon'\n", r"levels\[0\]\.latency: 'soon': expected a duration such as 10us"),
+        (DEVICE + LEVEL + "all_reduce_by_workers = 1\n", r"levels\[0\]\.all_reduce_by_workers: expected true or false"),
     ],
 )
 def test_a_broken_cluster_file_is_refused_with_its_name_and_the_field(tmp_path: Path, toml: str, words: str) -> None:

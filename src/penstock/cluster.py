@@ -311,10 +311,7 @@ def _toml_device(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _toml_level(item: dict[str, Any], where: str) -> dict[str, Any]:
-    item = _with_units(item, _LEVEL_UNITS, f"{where}.")
-    if "all_reduce_by_workers" in item:
-        item["ring_by_workers"] = item.pop("all_reduce_by_workers")
-    return item
+    return _with_units(item, _LEVEL_UNITS, f"{where}.")
 
 
 def _with_units(item: dict[str, Any], keys: dict[str, tuple[str, Any]], where: str) -> dict[str, Any]:
@@ -326,11 +323,18 @@ def _with_units(item: dict[str, Any], keys: dict[str, tuple[str, Any]], where: s
     return item
 
 
-_LEVEL_UNITS = {
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise FormatError(f"expected true or false, found {value!r}")
+    return value
+
+
+_LEVEL_UNITS: dict[str, tuple[str, Any]] = {
     "bandwidth": ("bytes_per_s", units.parse_bytes_per_s),
     "latency": ("latency_s", units.parse_seconds),
     "all_reduce_bandwidth": ("ring_bytes_per_s", units.parse_bytes_per_s),
     "all_reduce_latency": ("ring_latency_s", units.parse_seconds),
+    "all_reduce_by_workers": ("ring_by_workers", _flag),
 }
 _CLUSTER_UNITS = {
     "handling": ("handling_s", units.parse_seconds),
