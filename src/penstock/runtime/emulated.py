@@ -123,32 +123,6 @@ class EmulatedStage(StageModule):
             self._kept[microbatch] = _Kept(self.weights.acquire(version_number, staleness), received)
             return dict(self._makes)
 
-    def backward(
-        self,
-        microbatch: int,
-        gradients: Mapping[str, list[Tensor | None]],
-        *,
-        loss_weight: float,
-        scale: float,
-        round_number: int | None = None,
-    ) -> dict[str, Tensor | None]:
-        """In halves, as any; but one by one where somebody waits for gradients that are final."""
-        if self.weights.on_final is None:
-            return super().backward(
-                microbatch, gradients, loss_weight=loss_weight, scale=scale, round_number=round_number
-            )
-        kept, start_s = self._kept.pop(microbatch), self._clock()
-
-        def find() -> None:
-            for name, share in self._finals:
-                self._clock.sleep_until(start_s + share * self._seconds[Kind.BACKWARD])
-                torch.autograd.backward(kept.version.leaves[name].sum())
-
-        with self._clock.lasting(self._seconds[Kind.BACKWARD]):
-            self.weights.backward(kept.version, find, 1.0, round_number)
-            self.weights.finish(kept.version, round_number)
-        return _gradients_of(kept.received)
-
     def backward_input(
         self,
         microbatch: int,
@@ -158,20 +132,27 @@ class EmulatedStage(StageModule):
         scale: float,
         round_number: int | None = None,
     ) -> dict[str, Tensor | None]:
-        with self._clock.lasting(self._seconds[Kind.INPUT]):
+        # where somebody waits for gradients that are final, a backward is one wait, in which they are found
+        with self._clock.lasting(self._seconds[Kind.INPUT] if self.weights.on_final is None else 0.0):
             kept = self._kept[microbatch]
             self._kept[microbatch] = _Kept(kept.version, {}, round_number)
-            return _gradients_of(kept.received)
+            return {
+                name: torch.zeros_like(value) if value.requires_grad else None for name, value in kept.received.items()
+            }
 
     def backward_weight(self, microbatch: int) -> None:
-        with self._clock.lasting(self._seconds[Kind.WEIGHT]):
-            kept = self._kept.pop(microbatch)
-            self.weights.backward(kept.version, lambda: _make_gradients(kept.version), 1.0, kept.round_number)
+        kept, early = self._kept.pop(microbatch), self.weights.on_final is not None
+        seconds, start_s = self._seconds[Kind.BACKWARD if early else Kind.WEIGHT], self._clock()
+
+        def find_one_by_one() -> None:
+            for name, share in self._finals:
+                self._clock.sleep_until(start_s + share * seconds)
+                torch.autograd.backward(kept.version.leaves[name].sum())
+
+        with self._clock.lasting(seconds):
+            find = find_one_by_one if early else lambda: _make_gradients(kept.version)
+            self.weights.backward(kept.version, find, 1.0, kept.round_number)
             self.weights.finish(kept.version, kept.round_number)
-
-
-def _gradients_of(received: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    return {name: torch.zeros_like(value) if value.requires_grad else None for name, value in received.items()}
 
 
 def _make_gradients(version: Version) -> None:
