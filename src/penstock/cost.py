@@ -14,7 +14,7 @@ from penstock.cluster import Cluster, Level
 from penstock.compression import COMPRESSIONS
 from penstock.graph import Value
 from penstock.plan import Stage
-from penstock.profile import LayerSeconds, Profile
+from penstock.profile import LayerSeconds, Profile, SizeCosts, WorkerSeconds
 from penstock.schedule import Family
 
 MOST_SHARES = 4
@@ -49,11 +49,6 @@ def message(num_bytes: Any) -> Traffic:
     return Traffic(1, num_bytes)
 
 
-def sent_bytes(value: Value, sends: str) -> float:
-    """Of a value, on its way to another worker under this compression; its gradient is as large."""
-    return value.num_bytes * (COMPRESSIONS[sends].share if value.is_float32 else 1.0)
-
-
 def ring_allreduce(num_bytes: Any, members: Any) -> Traffic:
     """Each of n members sends and receives 2 (n-1) times an n-th of the bytes."""
     return Traffic(2 * (members - 1), num_bytes / members)
@@ -72,26 +67,46 @@ def in_buckets(sizes: Iterable[float], bucket_bytes: float = BUCKET_BYTES) -> li
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of running layers of a profile on devices of a cluster, ``microbatch_size`` samples at a time.
-
-    Seconds and activation bytes scale with the samples from what the profile measured; parameters do not.
-    """
+    """Costs of running layers of a profile on devices of a cluster, ``microbatch_size`` samples at a time."""
 
     profile: Profile
     cluster: Cluster
     microbatch_size: float
 
-    @property
-    def scale(self) -> float:
-        return self.microbatch_size / self.profile.microbatch_size
+    @cached_property
+    def at_size(self) -> SizeCosts:
+        """The profile's costs of microbatches of this size."""
+        return self.profile.at(self.microbatch_size)
 
     def layer_seconds(self, device: int) -> tuple[LayerSeconds, ...]:
         """Per layer, in graph order, as profiled for this device's kind."""
-        return self.profile.seconds_on(self.cluster.devices[device].kind)
+        return self.at_size.seconds[self.profile.known_kind(self.cluster.devices[device].kind)]
+
+    def saved_bytes(self, layer: int) -> float:
+        """What autograd keeps of a layer's forward for the backward of one microbatch."""
+        return self._saved_bytes[layer]
+
+    @cached_property
+    def _saved_bytes(self) -> dict[int, float]:
+        layers = self.profile.graph.layers
+        return {layer.id: size for layer, size in zip(layers, self.at_size.saved_bytes, strict=True)}
+
+    def value_bytes(self, value: Value) -> float:
+        """Of a value of one microbatch."""
+        return self._value_bytes[value.name]
+
+    @cached_property
+    def _value_bytes(self) -> dict[str, float]:
+        values = self.profile.graph.values
+        return {value.name: size for value, size in zip(values, self.at_size.value_bytes, strict=True)}
+
+    def sent_bytes(self, value: Value, sends: str) -> float:
+        """Of a value on its way to another worker under this compression; its gradient is as large."""
+        return self.value_bytes(value) * (COMPRESSIONS[sends].share if value.is_float32 else 1.0)
 
     def forward_s(self, layers: Collection[int], device: int, *, halves: bool = False) -> float:
         """With ``halves``, where the two halves of the backward will be taken apart."""
-        return (self._sum_s(layers, device, ("forward_s",)) + self._halving_s(layers, device, halves)) * self.scale
+        return self._sum_s(layers, device, ("forward_s",)) + self._halving_s(layers, device, halves)
 
     def backward_s(
         self, layers: Collection[int], device: int, *, recompute: bool = False, halves: bool = False
@@ -106,10 +121,10 @@ class CostModel:
         """The half of a backward that earlier stages wait for."""
         again = ("forward_s",) if recompute else ()
         seconds = self._sum_s(layers, device, ("backward_input_s", *again))
-        return (seconds + self._halving_s(layers, device, halves)) * self.scale
+        return seconds + self._halving_s(layers, device, halves)
 
     def backward_weight_s(self, layers: Collection[int], device: int) -> float:
-        return self._sum_s(layers, device, ("backward_weight_s",)) * self.scale
+        return self._sum_s(layers, device, ("backward_weight_s",))
 
     def _halving_s(self, layers: Collection[int], device: int, halves: bool) -> float:
         """About as much in the forward, which notes what to put off, as in the backward."""
@@ -125,6 +140,28 @@ class CostModel:
     def update_s(self, layers: Collection[int], device: int, *, stashed: bool) -> float:
         """The optimizer's update; with weights ``stashed`` for microbatches in flight, of a copy of them."""
         return self._sum_s(layers, device, ("update_s", "copy_s") if stashed else ("update_s",))
+
+    def worker_seconds(self, device: int) -> WorkerSeconds:
+        """A worker's own time for each action on this device, at the speed of its kind's profile."""
+        return self.profile.worker_on(self.cluster.devices[device].kind)
+
+    def own_microbatch_s(self, device: int, schedule: Family) -> float:
+        """A worker's own time per microbatch and stage, beside its layers', its messages' and loading."""
+        own, halves = self.worker_seconds(device), schedule.halves
+        backward_s = own.backward_input_s + own.backward_weight_s if halves else own.backward_s
+        actions = (3 if halves else 2) if schedule.trains else 1
+        total_s = own.forward_s + (backward_s if schedule.trains else 0.0) + actions * own.between_s
+        return total_s / self.cluster.devices[device].speed
+
+    def own_update_s(self, device: int, *, stashed: bool) -> float:
+        """A worker's own time per update of a stage."""
+        own = self.worker_seconds(device)
+        total_s = own.update_s + own.between_s + (own.copy_s if stashed else 0.0)
+        return total_s / self.cluster.devices[device].speed
+
+    def load_s(self, device: int) -> float:
+        """Reading a microbatch from the job's data, at a stage that does."""
+        return self.at_size.load_s / self.cluster.devices[device].speed
 
     def allreduce_s(self, num_bytes: float, devices: Sequence[int]) -> float:
         """A ring all-reduce at the pace of the slowest link."""
@@ -150,7 +187,7 @@ class CostModel:
         return self._sent_bytes(self._crossing(source, target), sends)
 
     def _sent_bytes(self, values: Sequence[Value], sends: Sends) -> float:
-        return self.scale * sum(sent_bytes(value, sends.get(value.producer, "exact")) for value in values)
+        return sum(self.sent_bytes(value, sends.get(value.producer, "exact")) for value in values)
 
     def stage_memory_bytes(self, stage: Stage, schedule: Family, share: int = 1) -> float:
         """Peak bytes of a replica with such a share."""
@@ -165,7 +202,7 @@ class CostModel:
         return memory_of(
             weights=sum(parameter.num_bytes for parameter in parameters),
             state=sum(parameter.state_bytes for parameter in parameters),
-            saved=sum(graph.by_id[layer].saved_bytes for layer in stage.layers) * self.scale,
+            saved=sum(map(self.saved_bytes, stage.layers)),
             received=self.forward_bytes(others, layers),
             sent=self.forward_bytes(layers, others),
             largest=self.largest_added(schedule),

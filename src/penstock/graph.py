@@ -38,6 +38,8 @@ class Layer:
     parameters: tuple[str, ...] = ()
     saved_bytes: int = 0
     """what autograd keeps from the forward for the backward of one microbatch, parameters excluded"""
+    reads_data: bool = False
+    """whether it takes model inputs, or as the loss the target, so that its stage loads them"""
 
     def __post_init__(self) -> None:
         if self.saved_bytes < 0:

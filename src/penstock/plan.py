@@ -72,6 +72,8 @@ class Prediction:
     one_device_s: float | None
     latency_s: float | None = None
     """one microbatch from first stage to last, which an inference plan makes small; the bound is then on this"""
+    passed_over: str = ""
+    """a faster plan that was not taken since it promises less than predictions are uncertain"""
 
     def __post_init__(self) -> None:
         for field in ("seconds_per_minibatch", "lower_bound_s"):
@@ -145,6 +147,17 @@ class Plan:
     def microbatch_size(self) -> float:
         """Samples in a microbatch, on average over a minibatch."""
         return self.profile.batch_size / self.microbatches
+
+    @property
+    def extrapolated(self) -> str:
+        """What to say if the plan runs microbatches outside the sizes that were profiled; empty if it does not."""
+        sizes = self.profile.measured_sizes
+        if len(sizes) < 2 or sizes[0] <= self.microbatch_size <= sizes[-1]:
+            return ""
+        return (
+            f"microbatches of {self.microbatch_size:g} samples are extrapolated from profiled ones of "
+            f"{sizes[0]:g} to {sizes[-1]:g}; profile with --microbatch-size {math.ceil(self.microbatch_size)}"
+        )
 
     @cached_property
     def devices(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cost import CostModel, Memory, Traffic, in_buckets, message, pace, sent_bytes, stashes_weights
+from penstock.cost import CostModel, Memory, Traffic, in_buckets, message, pace, stashes_weights
 from penstock.graph import Value
 from penstock.plan import Plan, Stage
 from penstock.schedule import Action, Kind, family
@@ -24,25 +24,47 @@ class PlanCosts:
         self.model = CostModel(profile=plan.profile, cluster=plan.cluster, microbatch_size=plan.microbatch_size)
         alike: dict[Any, dict[Kind, float]] = {}  # replicas on devices alike take as long
         self._compute: dict[tuple[int, int], dict[Kind, float]] = {}
+        self._before: dict[tuple[int, int], dict[Kind, float]] = {}
+        before: dict[Any, dict[Kind, float]] = {}
         for index, workers in enumerate(plan.pipeline.workers):
             for worker in workers:
                 key = index, plan.cluster.devices[plan.devices[worker]]
                 if key not in alike:
                     alike[key] = self._compute_of(plan.stages[index], plan.devices[worker])
-                self._compute[index, worker] = alike[key]
+                    before[key] = self._before_of(plan.stages[index], plan.devices[worker])
+                self._compute[index, worker], self._before[index, worker] = alike[key], before[key]
         self._sends = {layer: stage.sends for stage in plan.stages for layer in stage.layers}
         self._syncs: dict[int, float] = {}
 
     def _compute_of(self, stage: Stage, device: int) -> dict[Kind, float]:
         stashed = stashes_weights(self.plan.is_asynchronous, stage.in_flight)
         halves, again = self.plan.takes_halves, stage.recompute
-        return {
+        own, speed = self.model.worker_seconds(device), self.plan.cluster.devices[device].speed
+        layers_s = {
             Kind.FORWARD: self.model.forward_s(stage.layers, device, halves=halves),
             Kind.BACKWARD: self.model.backward_s(stage.layers, device, recompute=again, halves=halves),
             Kind.INPUT: self.model.backward_input_s(stage.layers, device, recompute=again, halves=halves),
             Kind.WEIGHT: self.model.backward_weight_s(stage.layers, device),
             Kind.STEP: self.model.update_s(stage.layers, device, stashed=stashed),
         }
+        own_s = {
+            Kind.FORWARD: own.forward_s,
+            Kind.BACKWARD: own.backward_s,
+            Kind.INPUT: own.backward_input_s,
+            Kind.WEIGHT: own.backward_weight_s,
+            Kind.STEP: own.update_s + (own.copy_s if stashed else 0.0),
+        }
+        return {kind: seconds + own_s[kind] / speed for kind, seconds in layers_s.items()}
+
+    def _before_of(self, stage: Stage, device: int) -> dict[Kind, float]:
+        between_s = self.model.worker_seconds(device).between_s / self.plan.cluster.devices[device].speed
+        loads = any(self.plan.profile.graph.by_id[layer].reads_data for layer in stage.layers)
+        load_s = self.model.load_s(device) if loads else 0.0
+        return {kind: between_s + (load_s if kind is Kind.FORWARD else 0.0) for kind in Kind}
+
+    def before_s(self, stage: int, worker: int, kind: Kind) -> float:
+        """A worker's own time before it computes an action: bookkeeping, and loading what the stage reads itself."""
+        return self._before[stage, worker][kind]
 
     def compute_s(self, action: Action, worker: int) -> float:
         return self.seconds_of(action.stage, worker)[action.kind]
@@ -125,7 +147,7 @@ class PlanCosts:
         return [value for value in graph.values if value.consumers and not graph.by_id[value.producer].is_input]
 
     def _value_bytes(self, value: Value) -> float:
-        return self.model.scale * sent_bytes(value, self._sends[value.producer])
+        return self.model.sent_bytes(value, self._sends[value.producer])
 
     def memory(self, stage: int) -> Memory:
         return self.model.stage_memory(self.plan.stages[stage], family(self.plan.schedule))
@@ -144,7 +166,7 @@ class PlanCosts:
         turn_s = np.array([n * self._microbatch_s(stage, worker) for worker, n in zip(workers, shares, strict=True)])
         if not family(self.plan.schedule).trains:
             return float(turn_s.max()) / sum(shares)
-        update_s = np.array([self._compute[stage, worker][Kind.STEP] for worker in workers])
+        update_s = np.array([self._update_s(stage, worker) for worker in workers])
         microbatches = self.plan.microbatches if family(self.plan.schedule).accumulates else None
         return float(pace(turn_s, update_s, self.sync_s(stage), round_size=sum(shares), microbatches=microbatches))
 
@@ -220,7 +242,7 @@ class PlanCosts:
             size = pipeline.round_sizes[stage]
             updates = self.plan.microbatches if family(self.plan.schedule).accumulates else size
             for worker, share in zip(workers, shares, strict=True):
-                update_s = self._compute[stage, worker][Kind.STEP]
+                update_s = self._update_s(stage, worker)
                 turn_s = self._microbatch_s(stage, worker) * share / size
                 busy_s[self.plan.cluster.host(self.plan.devices[worker])] += turn_s + update_s / updates
         return max(busy_s.values()) / self.plan.cluster.cores
@@ -305,10 +327,17 @@ class PlanCosts:
         return self.plan.microbatches * self.bottleneck_s() + fill_s
 
     def _microbatch_s(self, stage: int, worker: int) -> float:
-        """Computed, and handled of its messages."""
-        seconds = self._compute[stage, worker]
-        backward_s = seconds[Kind.BACKWARD] if family(self.plan.schedule).trains else 0.0
-        return seconds[Kind.FORWARD] + backward_s + self._handled_s[stage]
+        """Computed, loaded and handled of its messages, with the worker's own time."""
+        kind = family(self.plan.schedule)
+        backward = (Kind.INPUT, Kind.WEIGHT) if kind.halves else (Kind.BACKWARD,)
+        done = (Kind.FORWARD, *backward) if kind.trains else (Kind.FORWARD,)
+        return self._handled_s[stage] + sum(self._action_s(stage, worker, each) for each in done)
+
+    def _update_s(self, stage: int, worker: int) -> float:
+        return self._action_s(stage, worker, Kind.STEP)
+
+    def _action_s(self, stage: int, worker: int, kind: Kind) -> float:
+        return self._compute[stage, worker][kind] + self._before[stage, worker][kind]
 
     @cached_property
     def _handled_s(self) -> list[float]:

@@ -25,11 +25,11 @@ from penstock.job import Job
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.profile import Profile
-from penstock.runtime.layer_times import typical
 from penstock.runtime.links import make_links, talking_pairs
 from penstock.runtime.survey import survey_cluster
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import join_workers, worker_process
+from penstock.runtime.worker_times import typical
 from penstock.schedule import Kind
 from penstock.trace import Event, merge
 

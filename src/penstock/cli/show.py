@@ -80,6 +80,7 @@ def plan_answer(plan: Plan) -> dict[str, Any]:
         "latency_s": prediction.latency_s,
         "speedup_over_data_parallel": _rate(data_parallel_s, prediction.latency_s or prediction.seconds_per_minibatch),
         "bottleneck": dict(zip(("from_stage", "to_stage"), costs.bottleneck(), strict=True)),
+        "notes": [note for note in (plan.extrapolated, prediction.passed_over) if note],
         "stages": [_stage_answer(costs, index) for index in range(len(plan.stages))],
     }
 
@@ -127,7 +128,7 @@ def plan_table(plan: Plan) -> Table:
         padding=(0, 1, 0, 0),
         title=f"{plan.profile.model} on {plan.cluster.name}, schedule {plan.schedule}",
         caption="; ".join(["time, in and out per microbatch", *(f"* {mark}" for mark in marks if mark)])
-        + f"\n{_summary(answer)}",
+        + "\n".join(["", _summary(answer), *answer["notes"]]),
     )
     table.add_column("stage", no_wrap=True)
     for column in ("layers", "devices"):

@@ -63,24 +63,24 @@ class Downsets:
             total += bytes_of(value) * (made & (read < len(value.consumers)))
         return total
 
-    def sent_bytes(self) -> Floats:
+    def sent_bytes(self, bytes_of: Callable[[Value], float]) -> Floats:
         """[smaller, larger]: bytes of the values made between the two and read outside the larger."""
         made, leaves = [], []
         for value, made_inside, read_inside in self._sent_values():
             made.append(~made_inside)
-            leaves.append(value.num_bytes * (made_inside & (read_inside < len(value.consumers))))
+            leaves.append(bytes_of(value) * (made_inside & (read_inside < len(value.consumers))))
         return _product(made, leaves, len(self))
 
-    def received_bytes(self) -> Floats:
+    def received_bytes(self, bytes_of: Callable[[Value], float]) -> Floats:
         """[smaller, larger]: bytes of the values made inside the smaller and read between the two."""
         waiting, read = [], []
         shared = np.zeros((len(self), len(self)))
         for value, made_inside, read_inside in self._sent_values():
             if len(value.consumers) == 1:
-                waiting.append(value.num_bytes * (made_inside & (read_inside == 0)))
+                waiting.append(bytes_of(value) * (made_inside & (read_inside == 0)))
                 read.append(read_inside > 0)
             else:
-                shared += value.num_bytes * (made_inside[:, None] & (read_inside[None, :] > read_inside[:, None]))
+                shared += bytes_of(value) * (made_inside[:, None] & (read_inside[None, :] > read_inside[:, None]))
         return shared + _product(waiting, read, len(self))
 
     def _sent_values(self) -> Iterator[tuple[Value, Bools, Any]]:

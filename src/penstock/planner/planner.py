@@ -71,13 +71,17 @@ def make_plan(
 
 
 def _best(request: Request, counts: Sequence[int]) -> Scored | None:
-    """Over these numbers of microbatches, until fewer of them do worse."""
+    """Over these numbers of microbatches, until fewer of them do worse twice in a row."""
     best: Scored | None = None
+    worse = 0
     for count in counts:
         found = replace(request, microbatches=count).best()
-        if best and not (found and found[0] < best[0] * CLOSE_ENOUGH):
+        if best is None or (found and found[0] < best[0] * CLOSE_ENOUGH):
+            best, worse = found or best, 0
+        else:
+            worse += 1
+        if worse == 2:
             break
-        best = found or best
     return best
 
 
@@ -93,7 +97,7 @@ def _microbatch_counts(profile: Profile, cluster: Cluster, schedule: str, asked:
                 f"{asked} microbatches from a batch of {profile.batch_size}; choose 1 to {profile.batch_size}"
             )
         return [asked]
-    counts = [min(profile.batch_size, 4 * len(cluster.devices))]
+    counts = [min(max(1, profile.batch_size // profile.smallest_microbatch), 4 * len(cluster.devices))]
     while counts[-1] > 1 and len(cluster.devices) <= MOST_SIMULATED_WORKERS:
         counts.append(counts[-1] // 2)
     return counts

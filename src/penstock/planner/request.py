@@ -69,21 +69,44 @@ class Request:
             scored = [self._simulated(plan) for plan in self._shallow()]
         if not scored:
             return None
-        seconds, plan = self._mildest(min(scored, key=lambda item: (item[0], len(item[1].devices))))
+        seconds, plan = self._mildest(self._simplest(scored))
         return seconds, replace(plan, prediction=self._prediction(seconds, plan, plain))
+
+    def _simplest(self, scored: Sequence[Scored]) -> Scored:
+        """The fastest, unless a simpler plan is slower by less than predictions are uncertain: one device is simpler
+        than several, and one stage than several."""
+        fastest = min(scored, key=_fastest)
+        near = [item for item in scored if item[0] <= fastest[0] * (1 + self.profile.uncertainty)]
+        seconds, plan = min(near, key=lambda item: (_complexity(item[1]), _fastest(item)))
+        if seconds <= fastest[0]:
+            return seconds, plan
+        gain, stages = seconds / fastest[0] - 1, len(fastest[1].stages)
+        words = (
+            f"{'data parallelism' if stages == 1 else f'{stages} stages'} on {len(fastest[1].devices)} devices "
+            f"promised {gain:.1%} more, less than the {self.profile.uncertainty:.0%} that predictions are off by"
+        )
+        return seconds, replace(plan, prediction=replace(plan.prediction, passed_over=words))
 
     def _prediction(self, seconds: float, plan: Plan, plain: dict[str, Scored]) -> Prediction:
         beside = {name: plain[name][0] if name in plain else None for name in self._baselines}
         if self.family.trains:
             bound_s = min(self._explorer.lower_bound_s * self.microbatches, seconds)  # above it by rounding at most
-            return Prediction(seconds_per_minibatch=seconds, lower_bound_s=bound_s, **beside)
+            return replace(
+                plan.prediction,
+                seconds_per_minibatch=seconds,
+                lower_bound_s=bound_s,
+                data_parallel_s=beside["data_parallel_s"],
+                one_device_s=beside["one_device_s"],
+            )
         layers = self.profile.graph.order
         bound_s = sum(min(self.costs.forward_s([n], device) for device in self._different_devices) for n in layers)
-        return Prediction(
+        return replace(
+            plan.prediction,
             seconds_per_minibatch=PlanCosts(plan).bottleneck_s(),
             latency_s=seconds,
             lower_bound_s=min(bound_s, seconds),
-            **beside,
+            data_parallel_s=beside["data_parallel_s"],
+            one_device_s=beside["one_device_s"],
         )
 
     @cached_property
@@ -356,6 +379,15 @@ class Request:
                     seconds, plan = milder_s, milder
                     break
         return seconds, plan
+
+
+def _fastest(item: Scored) -> tuple[float, int]:
+    return item[0], len(item[1].devices)
+
+
+def _complexity(plan: Plan) -> int:
+    """Of one device, of one stage on several, of several stages."""
+    return 0 if len(plan.devices) == 1 else min(len(plan.stages), 2)
 
 
 def _whole_turns(plan: Plan, *, at_least: int) -> int:

@@ -22,7 +22,6 @@ from penstock.cost import (
     message,
     pace,
     ring_allreduce,
-    sent_bytes,
     stashes_weights,
 )
 from penstock.planner.downsets import Bools, Downsets, Floats
@@ -225,7 +224,12 @@ class StageCosts:
         turn_s = shares * seconds if team.mixed else seconds
         if not self.family.trains:
             return Block(turn_s.max(axis=0) / sizes, seconds.max(axis=0), shares)
-        update_s = np.stack([_difference(self.update_s(kind, stashed=stashed), begin, end) for kind in kinds])
+        update_s = np.stack(
+            [
+                _difference(self.update_s(kind, stashed=stashed), begin, end) + self.own_update_s(kind, stashed=stashed)
+                for kind in kinds
+            ]
+        )
         sync_s: Any = 0.0
         if team.size > 1:
             weights = self.parameter_bytes(begin, end)
@@ -237,7 +241,12 @@ class StageCosts:
 
     def _seconds(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> Floats:
         """[class of the team, begin, end]: of a microbatch, with what its messages take."""
-        computed_s = np.stack([_difference(self.compute_s(kind, again=again), begin, end) for kind in team.kinds])
+        computed_s = np.stack(
+            [
+                _difference(self.compute_s(kind, again=again), begin, end) + self.own_s(kind, begin, end)
+                for kind in team.kinds
+            ]
+        )
         return computed_s + self.handled_s[begin][:, None] + self.handled_s[end][None, :]
 
     def _shares(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> tuple[Any, Any]:
@@ -256,13 +265,12 @@ class StageCosts:
         return fits
 
     def memory_bytes(self, begin: Ints, end: Ints, depth: int, in_flight: Any, *, again: bool) -> Floats:
-        scale = self.costs.scale
         memory = memory_of(
             weights=self.parameter_bytes(begin, end),
             state=self._state_bytes(begin, end),
-            saved=scale * _difference(self._saved_sums, begin, end),
-            received=scale * self._received_bytes[np.ix_(begin, end)],
-            sent=scale * self._sent_bytes[np.ix_(begin, end)],
+            saved=_difference(self._saved_sums, begin, end),
+            received=self._received_bytes[np.ix_(begin, end)],
+            sent=self._sent_bytes[np.ix_(begin, end)],
             largest=self.costs.largest_added(self.family),
             recompute=again,
             trains=self.family.trains,
@@ -273,7 +281,7 @@ class StageCosts:
     @cached_property
     def crossing_bytes(self) -> Floats:
         """[downset]: what crosses the cut there, for one microbatch."""
-        return self.costs.scale * self.downsets.crossing_bytes(lambda value: sent_bytes(value, self.sends))
+        return self.downsets.crossing_bytes(lambda value: self.costs.sent_bytes(value, self.sends))
 
     @cached_property
     def handled_s(self) -> Floats:
@@ -347,6 +355,21 @@ class StageCosts:
             )
         return self._update_sums[kind, stashed]
 
+    def own_s(self, kind: int, begin: Ints, end: Ints) -> Any:
+        """[begin, end]: a worker's own time per microbatch, with loading where the stage reads data."""
+        device = self.class_of.index(kind)
+        own_s, load_s = self.costs.own_microbatch_s(device, self.family), self.costs.load_s(device)
+        return own_s + load_s * (_difference(self._data_readers, begin, end) > 0) if load_s else own_s
+
+    def own_update_s(self, kind: int, *, stashed: bool) -> float:
+        """A worker's own time per update."""
+        return self.costs.own_update_s(self.class_of.index(kind), stashed=stashed)
+
+    @cached_property
+    def _data_readers(self) -> Floats:
+        """[downset]: layers in it that read data."""
+        return self.downsets.sums(lambda layer: float(layer.reads_data))
+
     def parameter_bytes(self, begin: Ints, end: Ints) -> Floats:
         return self._per_parameter("num_bytes", begin, end)
 
@@ -387,17 +410,17 @@ class StageCosts:
 
     @cached_property
     def _saved_sums(self) -> Floats:
-        return self.downsets.sums(lambda layer: float(layer.saved_bytes))
+        return self.downsets.sums(lambda layer: self.costs.saved_bytes(layer.id))
 
     @cached_property
     def _received_bytes(self) -> Floats:
         """[begin, end]: bytes of the values made before a stage and read in it."""
-        return self.downsets.received_bytes()
+        return self.downsets.received_bytes(self.costs.value_bytes)
 
     @cached_property
     def _sent_bytes(self) -> Floats:
         """[begin, end]: bytes of the values made in a stage and read behind it."""
-        return self.downsets.sent_bytes()
+        return self.downsets.sent_bytes(self.costs.value_bytes)
 
 
 def _difference(sums: Floats, begin: Ints, end: Ints) -> Floats:

@@ -45,7 +45,7 @@ class ThresholdSearch:
 
     def tightest(self, lower_s: float, upper_s: float = math.inf) -> tuple[list[Found], float]:
         """The stages with the smallest period, if it is at most ``upper_s``; and a bound that none is below."""
-        slow_s = min(upper_s, float(self._compute[-1]) + float(self._update[-1]) + 1e-12)
+        slow_s = min(upper_s, float(self._stage_compute[0, -1]) + float(self._stage_update[0, -1]) + 1e-12)
         best = self._cover(slow_s)
         while best is None and slow_s < upper_s and slow_s < 1e12:  # links may be slower than all the computing
             slow_s = min(slow_s * 4, upper_s)
@@ -239,15 +239,18 @@ class ThresholdSearch:
     def _stage_compute(self) -> Floats:
         handled_s = self.stage_costs.handled_s
         difference: Floats = self._compute[None, :] - self._compute[:, None]
-        return difference + handled_s[None, :] + handled_s[:, None]
+        every = np.arange(len(self.stage_costs))
+        own_s: Floats = self.stage_costs.own_s(0, every, every)
+        return difference + own_s + handled_s[None, :] + handled_s[:, None]
 
     @cached_property
     def _stage_update(self) -> Floats:
         """With a copy of the weights but for the last stage, which has none in flight at its update."""
-        difference: Floats = self._update[None, :] - self._update[:, None]
-        plain = self.stage_costs.update_s(0, stashed=False)
-        difference[:, -1] = plain[-1] - plain
-        return difference
+        costs, stashed = self.stage_costs, self.stage_costs.family.asynchronous
+        update_s: Floats = self._update[None, :] - self._update[:, None] + costs.own_update_s(0, stashed=stashed)
+        plain = costs.update_s(0, stashed=False)
+        update_s[:, -1] = plain[-1] - plain + costs.own_update_s(0, stashed=False)
+        return update_s
 
     @cached_property
     def _weights(self) -> Floats:

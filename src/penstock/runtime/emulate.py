@@ -177,14 +177,16 @@ class _Emulation:
         layers, graph = self.plan.stages[index].layers, self.plan.profile.graph
         kinds: list[Kind] = [kind for kind in Kind if kind is not Kind.SYNC]
         seconds = {kind: self.costs.compute_s(Action(index, kind, 0), rank) for kind in kinds}
+        seconds[Kind.FORWARD] += self.costs.before_s(index, rank, Kind.FORWARD)  # there is no data to load
         parameters = {
             parameter.name: nn.Parameter(shrunk(parameter.num_bytes, self.shrink))
             for parameter in graph.parameters_of(layers)
         }
         sends_to, receives_from = sent_by(index, self.edges), received_by(index, self.edges)
-        scale = self.costs.model.scale
         makes = {
-            name: value_tensor(self.values[name], scale, self.shrink) for names in sends_to.values() for name in names
+            name: value_tensor(self.values[name], self.costs.model.value_bytes(self.values[name]), self.shrink)
+            for names in sends_to.values()
+            for name in names
         }
         module = EmulatedStage(
             EmulatedWeights(parameters, seconds[Kind.STEP], self.clock),

@@ -54,10 +54,10 @@ def shrunk(num_bytes: float, shrink: float, dtype: torch.dtype = torch.float32) 
     return torch.zeros(max(1, round(num_bytes / shrink / dtype.itemsize)), dtype=dtype)
 
 
-def value_tensor(value: Value, scale: float, shrink: float) -> Tensor:
-    """For a value of ``scale`` times the samples that were profiled."""
+def value_tensor(value: Value, num_bytes: float, shrink: float) -> Tensor:
+    """A tensor that stands for a value of so many bytes."""
     dtype = torch.float32 if value.is_float32 or not value.dtype else getattr(torch, value.dtype)
-    return shrunk(value.num_bytes * scale, shrink, dtype).requires_grad_(value.differentiable)
+    return shrunk(num_bytes, shrink, dtype).requires_grad_(value.differentiable)
 
 
 class EmulatedWeights(Weights):

@@ -11,8 +11,7 @@ A model without values has them one layer at a time, so its layers are timed one
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,9 +30,13 @@ from penstock.runtime.split import Section, Splitter
 from penstock.runtime.stage import StageModule
 from penstock.runtime.weights import Weights
 from penstock.runtime.worker import Clock
+from penstock.runtime.worker_times import StepTimes, TrialWorker, typical
 
 MOST_ADDED = 4
 """Microbatches of a whole step: of more, nearly all add their gradients too."""
+BLOCKS = 2
+QUICK_S, MOST_REPEATS = 0.6, 60
+"""What takes little time is repeated for so long, but not more often than this."""
 Values = dict[str, Any]
 """what layers have made, by name, as leaves that gradients are found for"""
 
@@ -48,15 +51,29 @@ class LayerTimes:
     """what forward and backward take more where the backward is taken in halves"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """A whole step: one microbatch of it, and its update."""
+@dataclass(frozen=True, slots=True)
+class SizeTrial:
+    """A microbatch size to time, and where whole steps get their microbatches."""
 
-    forward_s: float
-    backward_s: float
-    update_s: float
-    copy_s: float
-    """that the update takes more where a microbatch in flight keeps the weights as they were"""
+    samples: int
+    microbatches: int
+    """of a minibatch"""
+    given: Sequence[Any]
+    """the model inputs of a microbatch, in placeholder order"""
+    target: Any
+    next_microbatch: Callable[[], tuple[Sequence[Any], Any]]
+    """loads the inputs and the target of another one"""
+
+    def seed(self, microbatch: int, stage: int) -> None:
+        """Any random numbers will do."""
+
+    def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
+        return self.next_microbatch()
+
+    @property
+    def adds(self) -> bool:
+        """Whether gradients of a minibatch's microbatches add up."""
+        return self.microbatches > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +102,6 @@ class Timer:
     autocast: Autocast
     repeats: int
 
-    @property
-    def passes(self) -> int:
-        """One to warm up; of the others, every second one with its update beside a microbatch in flight."""
-        return 1 + max(self.repeats, 2)
-
     def compute(
         self, section: Section, leaves: Mapping[str, Tensor], arguments: Sequence[Any], buffers: Values, target: Any
     ) -> tuple[tuple[Any, ...], Tensor | None]:
@@ -105,9 +117,19 @@ class Timer:
             torch.cuda.synchronize()
         return self.clock() - start_s
 
-    def typical_s(self, compute: Callable[[], Any]) -> float:
-        compute()
-        return typical(self.seconds(compute) for _ in range(self.repeats))
+    def typical_s(self, compute: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> float:
+        """After a first time that does not count. What is quick is repeated more often, to be as sure of it."""
+        prepare()
+        first_s = self.seconds(compute)
+        times_s = []
+        for _ in range(self.repeats_of(first_s)):
+            prepare()
+            times_s.append(self.seconds(compute))
+        return typical(times_s)
+
+    def repeats_of(self, once_s: float) -> int:
+        """How often to repeat what takes so long."""
+        return max(self.repeats, min(MOST_REPEATS, round(QUICK_S / max(once_s, 1e-9))))
 
     def alone(self, section: Section, given: Sequence[Any], values: Values, target: Any) -> LayerTimes:
         """One layer, again and again."""
@@ -123,42 +145,32 @@ class Timer:
         return _times(whole[1:], halves[1:])
 
     def in_passes(
-        self, given: Sequence[Any], target: Any, *, microbatches: int, progress: Callable[[], None]
-    ) -> tuple[list[LayerTimes], StepTimes]:
-        """All layers, and whole steps of so many microbatches, whose gradients add up."""
-        every, adds = range(len(self.captured.layers)), microbatches > 1
+        self, sizes: Sequence[SizeTrial], progress: Callable[[int, int], None]
+    ) -> list[tuple[list[LayerTimes], StepTimes]]:
+        """All layers, and whole steps, at every size, in blocks of passes: a slow moment befalls more than one size."""
+        every = range(len(self.captured.layers))
         section = self.splitter.section(every)
         copies = {name: self.blueprint.copy_of(p, self.device) for name, p in section.parameters.items()}
         stage = StageModule(section, Weights(copies, self.job.optimizer), self._loss, autocast=self.autocast)
+        worker = TrialWorker(stage, self.clock, self.device)
         leaves = {name: copy.data.requires_grad_(copy.requires_grad) for name, copy in copies.items()}
+        sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items() if leaf.requires_grad}
         layers = [_Layer(self, self.splitter.section([index]), leaves) for index in every]
-        passes: dict[bool, list[list[_Run]]] = {False: [], True: []}
-        steps = _Steps()
-        for number in range(self.passes):
-            for in_halves, runs in passes.items():
-                runs.append(_there_and_back(layers, given, target, in_halves=in_halves))
-                _forget(leaves, keep=adds)
-            self._step(stage, given, target, min(microbatches, MOST_ADDED), steps, stashed=bool(number % 2))
-            if number == 0:
-                steps = _Steps()  # the first was to warm up
-            progress()
-        by_layer = (zip(*passes[halves][1:], strict=True) for halves in (False, True))
-        found = [_times(whole, halves) for whole, halves in zip(*by_layer, strict=True)]
-        return _stretched(found, steps.times), steps.times
 
-    def _step(
-        self, stage: StageModule, given: Sequence[Any], target: Any, microbatches: int, steps: _Steps, *, stashed: bool
-    ) -> None:
-        """As one worker with the whole model takes it: what its own doings cost is in there."""
-        for microbatch in range(microbatches):
-            steps.forwards_s.append(self.seconds(partial(stage.forward, microbatch, given, {}, target)))
-            backward = partial(stage.backward, microbatch, {}, loss_weight=1.0, scale=1.0)
-            steps.backwards_s.append(self.seconds(backward))
-        stage.losses.clear()
-        held = stage.weights.acquire() if stashed else None
-        steps.updates_s[stashed].append(self.seconds(stage.weights.step))
-        if held is not None:
-            stage.weights.release(held)
+        def take_pass(size: SizeTrial, passes: _Passes) -> None:
+            for in_halves, runs in passes.runs.items():
+                _forget(leaves, sums if size.adds else {})
+                given, target = size.given, size.target
+                runs.append(_there_and_back(layers, given, target, in_halves=in_halves))
+            worker.run(size, min(size.microbatches, MOST_ADDED), passes.steps)
+
+        found = [_Passes() for _ in sizes]
+        for block, (_, (size, passes)) in enumerate(itertools.product(range(BLOCKS), zip(sizes, found, strict=True))):
+            warm_up_s = self.seconds(partial(take_pass, size, _Passes()))  # memory of this size finds its place, too
+            for _ in range(-(-self.repeats_of(warm_up_s) // BLOCKS)):
+                take_pass(size, passes)
+            progress(block + 1, BLOCKS * len(sizes))
+        return [(_stretched(passes.layers, passes.steps), passes.steps) for passes in found]
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         loss: Tensor = self.job.loss(self.captured.rebuild_output(output), target)
@@ -166,23 +178,17 @@ class Timer:
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """Whole ones, so far."""
+class _Passes:
+    """All that was timed at one size."""
 
-    forwards_s: list[float] = field(default_factory=list)
-    backwards_s: list[float] = field(default_factory=list)
-    updates_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    """by whether a microbatch in flight kept the weights"""
+    runs: dict[bool, list[list[_Run]]] = field(default_factory=lambda: {False: [], True: []})
+    """by whether backwards were in halves, of every pass the runs of all layers"""
+    steps: StepTimes = field(default_factory=StepTimes)
 
     @property
-    def times(self) -> StepTimes:
-        update_s = typical(self.updates_s[False])
-        return StepTimes(
-            forward_s=typical(self.forwards_s),
-            backward_s=typical(self.backwards_s),
-            update_s=update_s,
-            copy_s=max(0.0, typical(self.updates_s[True]) - update_s),
-        )
+    def layers(self) -> list[LayerTimes]:
+        by_layer = (zip(*self.runs[halves], strict=True) for halves in (False, True))
+        return [_times(whole, halves) for whole, halves in zip(*by_layer, strict=True)]
 
 
 class _Layer:
@@ -235,13 +241,6 @@ def _there_and_back(layers: Sequence[_Layer], given: Sequence[Any], target: Any,
     return runs[::-1]
 
 
-def typical(seconds: Iterable[float]) -> float:
-    """The mean of the middle half. A median jumps between the two speeds of a machine that is now fast, now slow."""
-    ordered = sorted(seconds)
-    aside = len(ordered) // 4
-    return statistics.fmean(ordered[aside : len(ordered) - aside])
-
-
 def _times(whole: Sequence[_Run], halves: Sequence[_Run]) -> LayerTimes:
     backward_s = typical(run.input_s for run in whole)
     input_s, weight_s = typical(run.input_s for run in halves), typical(run.weight_s for run in halves)
@@ -255,9 +254,11 @@ def _times(whole: Sequence[_Run], halves: Sequence[_Run]) -> LayerTimes:
 
 
 def _stretched(layers: Sequence[LayerTimes], step: StepTimes) -> list[LayerTimes]:
+    """So that they add up to a whole step, but for the worker's own part of it."""
+    own = step.own
     forwards_s, backwards_s = sum(t.forward_s for t in layers), sum(t.input_s + t.weight_s for t in layers)
-    forward = step.forward_s / forwards_s if forwards_s else 1.0
-    backward = step.backward_s / backwards_s if backwards_s else 1.0
+    forward = max(0.0, step.forward_s - own.forward_s) / forwards_s if forwards_s else 1.0
+    backward = max(0.0, step.backward_s - own.backward_s) / backwards_s if backwards_s else 1.0
     return [
         replace(
             times,
@@ -269,13 +270,11 @@ def _stretched(layers: Sequence[LayerTimes], step: StepTimes) -> list[LayerTimes
     ]
 
 
-def _forget(leaves: Mapping[str, Any], *, keep: bool = False) -> None:
-    """Their gradients; with ``keep``, only what they are: the next will be added to them all the same."""
-    for leaf in tensors_in(leaves):
-        if keep and leaf.grad is not None:
-            leaf.grad.zero_()
-        else:
-            leaf.grad = None
+def _forget(leaves: Mapping[str, Any], sums: Mapping[str, Tensor] | None = None) -> None:
+    """Let gradients go; the next ones will be added to ``sums``, where there is one."""
+    for name, value in leaves.items():
+        for leaf in tensors_in(value):
+            leaf.grad = (sums or {}).get(name)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

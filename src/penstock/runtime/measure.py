@@ -7,8 +7,9 @@ held at a time is one layer, the values that layers to come will read, and a bun
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,17 +18,24 @@ from torch.utils import _pytree as pytree
 
 from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.job import Job
-from penstock.profile import LayerSeconds, Profile
+from penstock.profile import NO_TIME, LayerSeconds, Profile, SizeCosts, WorkerSeconds
 from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.capture import capture, untouched
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
-from penstock.runtime.layer_times import LayerTimes, StepTimes, Timer, as_leaf, tensors_in
+from penstock.runtime.layer_times import LayerTimes, SizeTrial, Timer, as_leaf, tensors_in
 from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.worker import Clock
+from penstock.runtime.worker_times import StepTimes, TrialWorker, fit_updates, nearly_nothing, step_times
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+UNCERTAINTY = 0.05
+"""What predictions from a measured profile are off by, at the median of many models (docs/simulator.md)."""
+STEPS_ALONE = 50
+"""of a worker with nearly nothing to compute"""
 BUNDLE_BYTES = 2**25
 """Of parameters updated together: enough that an optimizer's step is its arithmetic."""
 
@@ -42,10 +50,10 @@ def profile_job(
     repeats: int,
     progress: Progress,
 ) -> Profile:
-    """Capture a job's model and measure it on the first ``microbatch_size`` samples of its data."""
-    inputs, target = load_batch(job, range(min(microbatch_size, len(job.data))), seed=0)
+    """Capture a job's model and measure it on the first ``microbatch_size`` samples of its data, and on fewer."""
+    largest = min(microbatch_size, len(job.data))
+    inputs, _ = to_device(load_batch(job, range(largest), seed=0), device)
     blueprint = blueprint_of(job, device)
-    inputs, target = to_device((inputs, target), device)
     captured = capture(blueprint.model, inputs, to_device(inputs_of_other_shapes(job, inputs), device))
     with untouched(blueprint.model):
         blueprint.model.train()
@@ -60,18 +68,42 @@ def profile_job(
             repeats=repeats,
         )
         measurement = Measurement(timer)
-        measurement.run(inputs, target, microbatches=max(1, job.batch_size // microbatch_size), progress=progress)
-        per_parameter = measurement.parameter_costs()
+        measurement.run(sizes_to_measure(largest), progress)
+        updates = measurement.updates()
+    first, *others = measurement.sizes
+    kind, graph = device_kind(device), measurement.graph(updates)
     return Profile(
         model=type(blueprint.model).__name__,
         front_end=captured.front_end,
         batch_size=job.batch_size,
-        microbatch_size=min(microbatch_size, len(job.data)),
+        microbatch_size=first.trial.samples,
         threads=threads,
         precision=job.precision,
-        graph=measurement.graph(per_parameter),
-        seconds={device_kind(device): measurement.seconds(per_parameter)},
+        graph=graph,
+        seconds={kind: measurement.seconds(first, updates)},
+        load_s=first.load_s,
+        worker={kind: replace(measurement.own, update_s=updates.call_s, copy_s=updates.copy_call_s)},
+        other_sizes=tuple(
+            SizeCosts(
+                microbatch_size=size.trial.samples,
+                seconds={kind: measurement.seconds(size, updates)},
+                saved_bytes=tuple(size.saved),
+                value_bytes=tuple(size.made[value.name].num_bytes for value in graph.values),
+                load_s=size.load_s,
+            )
+            for size in others
+        ),
+        smallest_microbatch=measurement.smallest_microbatch,
+        uncertainty=UNCERTAINTY,
     )
+
+
+def sizes_to_measure(largest: int) -> list[int]:
+    """A few microbatch sizes, largest first.
+
+    The second is a half, since only microbatches that are parts of a minibatch add their gradients up.
+    """
+    return [size for size in (largest, *(largest // part for part in (2, 8, 32))) if size]
 
 
 def device_kind(device: torch.device) -> str:
@@ -83,12 +115,18 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterCosts:
-    """What a parameter costs besides its part in forward and backward."""
+class Updates:
+    """What updates cost."""
 
-    update_s: float = 0.0
-    copy_s: float = 0.0
-    state_bytes: int = 0
+    update_s: Mapping[str, float]
+    """of each parameter"""
+    copy_s: Mapping[str, float]
+    """of each parameter, where a version in flight must stay as it is"""
+    state_bytes: Mapping[str, int]
+    """that the optimizer keeps of each parameter"""
+    call_s: float = 0.0
+    """of each update, whatever its parameters"""
+    copy_call_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +139,32 @@ class _Made:
 
 
 @dataclass
+class _Size:
+    """What is found out at one microbatch size."""
+
+    trial: SizeTrial
+    times: list[LayerTimes] = field(default_factory=list)
+    step: StepTimes | None = None
+    load_s: float = 0.0
+    saved: list[int] = field(default_factory=list)
+    """bytes that autograd keeps of each layer"""
+    made: dict[str, _Made] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    """those that a layer to come reads"""
+    counted: set[int] = field(default_factory=set)
+    """memory that autograd is known to keep, of what is in use"""
+
+
+@dataclass
 class Measurement:
     timer: Timer
-    _times: list[LayerTimes] = field(default_factory=list)
-    _step: StepTimes | None = None
-    _saved: list[int] = field(default_factory=list)
-    """bytes that autograd keeps of each layer"""
-    _values: dict[str, Any] = field(default_factory=dict)
-    """those that a layer to come reads"""
-    _made: dict[str, _Made] = field(default_factory=dict)
-    _counted: set[int] = field(default_factory=set)
-    """memory that autograd is known to keep, of what is in use"""
+    sizes: list[_Size] = field(default_factory=list)
+    """largest first"""
+    own: WorkerSeconds = NO_TIME
+    smallest_microbatch: int = 1
+    """the smallest size that the model is known to take, where it does not take the smallest that was tried"""
+    _reads_data: list[bool] = field(default_factory=list)
+    """of each layer"""
 
     @property
     def splitter(self) -> Splitter:
@@ -121,44 +174,93 @@ class Measurement:
     def blueprint(self) -> Blueprint:
         return self.timer.blueprint
 
-    def run(self, inputs: Any, target: Any, *, microbatches: int, progress: Progress) -> None:
-        """``microbatches`` is how many a minibatch has."""
-        given, count = self.timer.captured.bind(inputs), len(self.timer.captured.layers)
+    def run(self, sizes: Sequence[int], progress: Progress) -> None:
+        """Measure at these sizes, largest first."""
+        self.sizes = [_Size(self._trial(samples)) for samples in sizes]
+        count = len(self.timer.captured.layers)
         if self.blueprint.recording is not None:  # there may be no room for it whole
-            self._one_by_one(given, target, timed=True, progress=progress)
+            self._one_by_one(timed=True, progress=progress)
+            self._time_worker()
             return
-        total = count + self.timer.passes
-        self._one_by_one(given, target, timed=False, progress=lambda done, _: progress(done, total))
-        passed = itertools.count(count + 1)
+        self._one_by_one(timed=False, progress=lambda done, _: progress(done, 2 * count))
         try:
-            self._times, self._step = self.timer.in_passes(
-                given, target, microbatches=microbatches, progress=lambda: progress(next(passed), total)
+            found = self.timer.in_passes(
+                [size.trial for size in self.sizes],
+                lambda done, passes: progress(count + count * done // passes, 2 * count),
             )
         except torch.OutOfMemoryError:
-            self._one_by_one(given, target, timed=True, progress=progress)
+            self._one_by_one(timed=True, progress=progress)
+            self._time_worker()
+            return
+        for size, (times, step) in zip(self.sizes, found, strict=True):
+            size.times, size.step, size.load_s = times, step, step.load_s
+        self.own = found[0][1].own
 
-    def _one_by_one(self, given: list[Any], target: Any, *, timed: bool, progress: Progress) -> None:
-        """Every layer in turn, on the values that the layers before it made."""
-        self._saved, self._values, self._counted = [], {}, _memory_of(given)
+    def _time_worker(self) -> None:
+        """By itself, for want of room for the whole model beside it."""
+        stage, inputs = nearly_nothing(self.timer.device)
+        steps, feed = StepTimes(), replace(self.sizes[0].trial, next_microbatch=lambda: (inputs, None))
+        worker = TrialWorker(stage, self.timer.clock, self.timer.device)
+        for _ in range(STEPS_ALONE):
+            worker.run(feed, 1, steps)
+        self.own = steps.own
+        for size in self.sizes:
+            size.load_s = self.timer.typical_s(size.trial.next_microbatch)
+
+    def _trial(self, samples: int) -> SizeTrial:
+        job, device, bind = self.timer.job, self.timer.device, self.timer.captured.bind
+        starts = itertools.cycle(range(0, max(1, len(job.data) - samples + 1), samples))
+
+        def load() -> tuple[list[Any], Any]:
+            start = next(starts)
+            inputs, target = to_device(load_batch(job, range(start, start + samples), seed=start), device)
+            return bind(inputs), target
+
+        return SizeTrial(samples, max(1, job.batch_size // samples), *load(), load)
+
+    def _one_by_one(self, *, timed: bool, progress: Progress) -> None:
+        """Every layer in turn, at every size, on the values that the layers before it made.
+
+        A model may not take all sizes: batch norm wants more than one sample, for instance.
+        """
+        self._reads_data = []
+        for size in self.sizes:
+            size.times, size.saved, size.values, size.counted = [], [], {}, _memory_of(size.trial.given)
         last_reader = {node.name: max(layers) for node, layers in self.splitter.consumers.items()}
         count = len(self.timer.captured.layers)
         for index in range(count):
             section = self.blueprint.filled(self.splitter.section([index]), self.timer.device)
-            self._look_at(section, given, target)
-            if timed:
-                self._times.append(self.timer.alone(section, given, self._values, target))
-            self._values = {name: value for name, value in self._values.items() if last_reader[name] > index}
-            self._counted &= _memory_of((given, self._values))
+            self._reads_data.append(bool(section.reads) or section.makes_output)
+            for size in list(self.sizes):
+                try:
+                    self._look_at(section, size)
+                    if timed:
+                        trial = size.trial
+                        size.times.append(self.timer.alone(section, trial.given, size.values, trial.target))
+                except Exception as error:
+                    if size is self.sizes[0]:
+                        raise
+                    self._leave_out(size, error)
+                    continue
+                size.values = {name: value for name, value in size.values.items() if last_reader[name] > index}
+                size.counted &= _memory_of((size.trial.given, size.values))
             progress(index + 1, count)
 
-    def graph(self, per_parameter: Mapping[str, ParameterCosts]) -> LayerGraph:
+    def _leave_out(self, size: _Size, error: Exception) -> None:
+        log.info("microbatches of %d samples are left out: %s", size.trial.samples, error)
+        self.sizes.remove(size)
+        self.smallest_microbatch = max(self.smallest_microbatch, size.trial.samples + 1)
+
+    def graph(self, updates: Updates) -> LayerGraph:
+        made = self.sizes[0]
         layers = tuple(
             Layer(
                 id=index,
                 name=layer.name,
                 kind=layer.kind,
                 parameters=self.splitter.parameters_of(index),
-                saved_bytes=self._saved[index],
+                saved_bytes=made.saved[index],
+                reads_data=self._reads_data[index],
             )
             for index, layer in enumerate(self.timer.captured.layers)
         )
@@ -167,28 +269,24 @@ class Measurement:
                 name=node.name,
                 producer=self.splitter.layer_of[node],
                 consumers=consumers,
-                num_bytes=self._made[node.name].num_bytes,
-                differentiable=self._made[node.name].differentiable,
-                dtype=self._made[node.name].dtype,
+                num_bytes=made.made[node.name].num_bytes,
+                differentiable=made.made[node.name].differentiable,
+                dtype=made.made[node.name].dtype,
             )
             for node, consumers in self.splitter.consumers.items()
         )
         used = {name for layer in layers for name in layer.parameters}
         parameters = tuple(
-            Parameter(name=name, num_bytes=p.nbytes, state_bytes=per_parameter[name].state_bytes)
+            Parameter(name=name, num_bytes=p.nbytes, state_bytes=updates.state_bytes.get(name, 0))
             for name, p in self.blueprint.model.named_parameters()
             if name in used
         )
         return LayerGraph(layers=layers, values=values, parameters=parameters)
 
-    def seconds(self, per_parameter: Mapping[str, ParameterCosts]) -> tuple[LayerSeconds, ...]:
-        updates_s = sum(costs.update_s for costs in per_parameter.values())
-        copies_s = sum(costs.copy_s for costs in per_parameter.values())
-        update = self._step.update_s / updates_s if self._step is not None and updates_s else 1.0
-        copy = self._step.copy_s / copies_s if self._step is not None and copies_s else 1.0
+    def seconds(self, size: _Size, updates: Updates) -> tuple[LayerSeconds, ...]:
         charged: set[str] = set()  # a tied parameter is updated once
         rows = []
-        for index, times in enumerate(self._times):
+        for index, times in enumerate(size.times):
             own = [name for name in self.splitter.parameters_of(index) if name not in charged]
             charged.update(own)
             rows.append(
@@ -197,51 +295,60 @@ class Measurement:
                     backward_input_s=times.input_s,
                     backward_weight_s=times.weight_s,
                     halving_s=times.halving_s,
-                    update_s=sum(per_parameter[name].update_s for name in own) * update,
-                    copy_s=sum(per_parameter[name].copy_s for name in own) * copy,
+                    update_s=sum(updates.update_s.get(name, 0.0) for name in own),
+                    copy_s=sum(updates.copy_s.get(name, 0.0) for name in own),
                 )
             )
         return tuple(rows)
 
-    def parameter_costs(self) -> dict[str, ParameterCosts]:
-        """Measured for many parameters together, seconds shared out by size; a frozen one costs nothing."""
-        named = list(self.blueprint.model.named_parameters())
-        costs = {name: ParameterCosts() for name, _ in named}
-        for bundle in _bundles([(name, parameter) for name, parameter in named if parameter.requires_grad]):
-            costs |= self._bundle_costs(bundle)
-        return costs
+    def updates(self) -> Updates:
+        """By bundles of parameters, fitted by their number and bytes, and brought in line with whole steps; a frozen
+        parameter costs nothing."""
+        trained = {name: p for name, p in self.blueprint.model.named_parameters() if p.requires_grad}
+        state_bytes: dict[str, int] = {}
+        rows: dict[bool, list[tuple[int, int, float]]] = {False: [], True: []}
+        for bundle in _bundles(trained.items()):
+            copies = {name: self.blueprint.copy_of(parameter, self.timer.device) for name, parameter in bundle}
+            for in_flight, found in rows.items():
+                found.extend(step_times(copies, self.timer.job.optimizer, self.timer.typical_s, stashed=in_flight))
+            state_bytes |= self._state_bytes(copies)
+        plain, stashed = (fit_updates(rows[which]) for which in (False, True))
+        step = self.sizes[0].step
+        sizes = {name: parameter.nbytes for name, parameter in trained.items()}
+        update_s = {name: plain.parameter_s(size) for name, size in sizes.items()}
+        copy_s = {name: max(0.0, stashed.parameter_s(size) - update_s[name]) for name, size in sizes.items()}
+        copy_call_s = max(0.0, stashed.call_s - plain.call_s)
+        if step is not None:
+            update_s = _adding_up_to(step.update_s - plain.call_s, update_s)
+            copy_s = _adding_up_to(step.copy_s - copy_call_s, copy_s)
+        return Updates(
+            update_s=update_s, copy_s=copy_s, state_bytes=state_bytes, call_s=plain.call_s, copy_call_s=copy_call_s
+        )
 
-    def _bundle_costs(self, bundle: Sequence[tuple[str, nn.Parameter]]) -> dict[str, ParameterCosts]:
-        copies = {name: self.blueprint.copy_of(parameter, self.timer.device) for name, parameter in bundle}
-        optimizers = Optimizers(self.timer.job.optimizer, None, list(copies.items()))
-        for parameter in copies.values():
-            parameter.grad = torch.randn_like(parameter)  # zeros take another time: fewer and slower numbers
-        update_s = self.timer.typical_s(lambda: optimizers.step(0))
-        sources = [p.data for p in copies.values()]
-        targets = [torch.empty_like(source) for source in sources]
-        copy_s = self.timer.typical_s(lambda: torch._foreach_copy_(targets, sources))
-        total = sum(source.nbytes for source in sources)
-        costs = {}
-        for name, p in copies.items():
-            state = sum(t.nbytes for t in tensors_in(list(optimizers.state_of(p).values())))
-            share = p.nbytes / total
-            costs[name] = ParameterCosts(update_s=update_s * share, copy_s=copy_s * share, state_bytes=state)
-        return costs
+    def _state_bytes(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+        optimizers = Optimizers(self.timer.job.optimizer, None, list(parameters.items()))
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizers.step(0)
+        return {
+            name: sum(t.nbytes for t in tensors_in(list(optimizers.state_of(parameter).values())))
+            for name, parameter in parameters.items()
+        }
 
-    def _look_at(self, section: Section, given: list[Any], target: Any) -> None:
+    def _look_at(self, section: Section, size: _Size) -> None:
         """The values that a layer makes, and what autograd keeps of them."""
         buffers = {name: buffer.clone() for name, buffer in section.module.named_buffers()}
         leaves = {name: p.data.requires_grad_(p.requires_grad) for name, p in section.parameters.items()}
-        arguments = [given[position] for position in section.reads]
-        arguments += [self._values[name] for name in section.receives]
-        saved = _SavedBytes(self._counted, _memory_of(leaves))
+        arguments = [size.trial.given[position] for position in section.reads]
+        arguments += [size.values[name] for name in section.receives]
+        saved = _SavedBytes(size.counted, _memory_of(leaves))
         with torch.autograd.graph.saved_tensors_hooks(saved.count, lambda nothing: nothing):  # there is no backward
-            sent, _ = self.timer.compute(section, leaves, arguments, buffers, target)
-        self._counted |= saved.seen
-        self._saved.append(saved.num_bytes)
+            sent, _ = self.timer.compute(section, leaves, arguments, buffers, size.trial.target)
+        size.counted |= saved.seen
+        size.saved.append(saved.num_bytes)
         for name, value in zip(section.sends, sent, strict=True):
-            self._values[name] = pytree.tree_map(as_leaf, value)
-            self._made[name] = _Made(
+            size.values[name] = pytree.tree_map(as_leaf, value)
+            size.made[name] = _Made(
                 num_bytes=sum(t.nbytes for t in tensors_in(value)),
                 differentiable=any(t.requires_grad for t in tensors_in(value)),
                 dtype=", ".join(sorted({str(t.dtype).partition(".")[2] for t in tensors_in(value)})),
@@ -263,6 +370,13 @@ class _SavedBytes:
             self.seen.add(storage.data_ptr())
             self._kept.append(tensor.detach())  # else its address could be given to another tensor and go uncounted
             self.num_bytes += storage.nbytes()
+
+
+def _adding_up_to(total_s: float, parts_s: Mapping[str, float]) -> dict[str, float]:
+    """Stretched or shrunk."""
+    sum_s = sum(parts_s.values())
+    factor = max(0.0, total_s) / sum_s if sum_s else 1.0
+    return {name: seconds * factor for name, seconds in parts_s.items()}
 
 
 def _bundles(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -66,6 +66,8 @@ class Task:
     """that the worker is busy with what it takes before it computes: the end of that message's way"""
     sending_s: float = 0.0
     """and with what it sends when it has computed: the beginning of that one's"""
+    before_s: float = 0.0
+    """its own time before it computes, once what it takes is there"""
 
 
 @dataclass(slots=True)
@@ -162,12 +164,14 @@ class Player:
                 if ready_s > free_s:
                     free_s = ready_s
                 free_s += task.taking_s
+            free_s += task.before_s
             starts_s.append(free_s)
             end_s = free_s + task.seconds if pace is None else pace.end_s(free_s, task.seconds)
             if desk is not None:
                 self._position[worker], self._free_s[worker] = at, free_s
-                busy_s = task.taking_s + end_s - free_s + task.sending_s
-                self.links.send(free_s - task.taking_s, desk.core, (busy_s, desk, index))
+                ahead_s = task.taking_s + task.before_s
+                busy_s = ahead_s + end_s - free_s + task.sending_s
+                self.links.send(free_s - ahead_s, desk.core, (busy_s, desk, index))
                 return
             ends_s.append(end_s)
             self._hand_on(worker, program[at], task, end_s)
@@ -255,7 +259,8 @@ class Player:
                     *((Kind.WEIGHT, Task(seconds[Kind.WEIGHT], inbox)) for inbox in halves),
                     (Kind.STEP, Task(seconds[Kind.STEP])),
                 ):
-                    tasks[worker][kind][stage] = task
+                    before_s = self.costs.before_s(stage, worker, kind)
+                    tasks[worker][kind][stage] = replace(task, before_s=before_s)
         return tasks
 
     def _handled_s(self, messages: Iterable[tuple[int, int]]) -> float:

@@ -1,0 +1,246 @@
+"""A worker's own time: what its actions take beside their layers, and what loading and updates take.
+
+The worker that trains takes whole steps here, with the whole model as its one stage. After each of its actions a stage
+that computes next to nothing has its turn: what that takes is what every further stage costs, whatever its layers, with
+caches as a model leaves them. These are tens of microseconds for an action, which is much beside small microbatches.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.profile import WorkerSeconds
+from penstock.runtime.capture import capture
+from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.optimizers import MakeOptimizer
+from penstock.runtime.split import Splitter
+from penstock.runtime.stage import StageModule
+from penstock.runtime.sync import GradientSync
+from penstock.runtime.transport import LocalExchange, LocalTransport
+from penstock.runtime.weights import Version, Weights
+from penstock.runtime.worker import Clock, Feed, OwnStage, Segment, Worker
+from penstock.schedule import Action, Kind, Pipeline, build_schedule
+from penstock.sync import sync_policy
+
+NO_DEADLINE_S = 60.0
+"""nobody is waited for"""
+ALONE = Pipeline(workers=((0,),), reads=((),))
+
+
+def typical(seconds: Iterable[float]) -> float:
+    """The mean of the middle half. A median jumps between the two speeds of a machine that is now fast, now slow."""
+    ordered = sorted(seconds)
+    aside = len(ordered) // 4
+    return statistics.fmean(ordered[aside : len(ordered) - aside])
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """All that whole steps took so far."""
+
+    actions_s: dict[Kind, list[float]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+    stashed_s: list[float] = field(default_factory=list)
+    """updates beside a microbatch in flight, which keeps the weights as they were"""
+    empty_s: dict[Kind, list[float]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+    """actions of a stage that computes next to nothing"""
+    between_s: list[float] = field(default_factory=list)
+    """from one action to the next, where nothing is loaded"""
+    loading_s: list[float] = field(default_factory=list)
+    """from one action to the next, where a microbatch is loaded"""
+
+    @property
+    def forward_s(self) -> float:
+        return typical(self.actions_s[Kind.FORWARD])
+
+    @property
+    def backward_s(self) -> float:
+        return typical(self.actions_s[Kind.BACKWARD])
+
+    @property
+    def update_s(self) -> float:
+        return typical(self.actions_s[Kind.STEP])
+
+    @property
+    def copy_s(self) -> float:
+        return max(0.0, typical(self.stashed_s) - self.update_s)
+
+    @property
+    def load_s(self) -> float:
+        return max(0.0, typical(self.loading_s) - typical(self.between_s))
+
+    @property
+    def own(self) -> WorkerSeconds:
+        """Without updates, which depend on what there is to update."""
+        return WorkerSeconds(
+            forward_s=typical(self.empty_s[Kind.FORWARD]),
+            backward_s=typical(self.empty_s[Kind.BACKWARD]),
+            backward_input_s=typical(self.empty_s[Kind.INPUT]),
+            backward_weight_s=typical(self.empty_s[Kind.WEIGHT]),
+            between_s=typical(self.between_s),
+        )
+
+
+class Nearly(nn.Module):
+    """Computes next to nothing, with one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class _EmptyStage:
+    """A stage that computes next to nothing, by whole backwards or by halves."""
+
+    def __init__(self, device: torch.device, *, in_halves: bool) -> None:
+        self.module, self.inputs = nearly_nothing(device, in_halves=in_halves)
+        self.in_halves = in_halves
+
+    def take(self, kind: Kind, seconds: Callable[[Callable[[], Any]], float], times: StepTimes) -> None:
+        """Its turn after an action of this kind."""
+        if kind is Kind.FORWARD:
+            forward_s = seconds(lambda: self.module.forward(0, self.inputs, {}, None))
+            if not self.in_halves:
+                times.empty_s[kind].append(forward_s)
+        elif kind is Kind.BACKWARD and self.in_halves:
+            first = lambda: self.module.backward_input(0, {}, loss_weight=1.0, scale=1.0)  # noqa: E731
+            times.empty_s[Kind.INPUT].append(seconds(first))
+            times.empty_s[Kind.WEIGHT].append(seconds(lambda: self.module.backward_weight(0)))
+        elif kind is Kind.BACKWARD:
+            whole = lambda: self.module.backward(0, {}, loss_weight=1.0, scale=1.0)  # noqa: E731
+            times.empty_s[kind].append(seconds(whole))
+
+
+def nearly_nothing(device: torch.device, *, in_halves: bool = False) -> tuple[StageModule, list[Any]]:
+    """A stage that computes next to nothing, and inputs for it."""
+    inputs = torch.ones(1, device=device)
+    splitter = Splitter(capture(Nearly().to(device), inputs, only="module"))
+    section = splitter.section(range(len(splitter.captured.layers)))
+    weights = Weights(section.parameters, lambda named: torch.optim.SGD(named, lr=0.0))
+    stage = StageModule(section, weights, lambda output, target: output.sum(), in_halves=in_halves)
+    return stage, splitter.captured.bind(inputs)
+
+
+class TrialWorker:
+    """Takes whole steps as training does, and times them."""
+
+    def __init__(self, stage: StageModule, clock: Clock, device: torch.device) -> None:
+        self.stage, self.clock, self.device = stage, clock, device
+        self._empty = [_EmptyStage(device, in_halves=halves) for halves in (False, True)]
+        transport = LocalTransport(0, LocalExchange())
+        self._worker = Worker(
+            rank=0,
+            stages={0: OwnStage(index=0, module=stage, sends_to={}, receives_from={})},
+            mailbox=Mailbox(ALONE, {}, transport=transport, device=device, timeout_s=NO_DEADLINE_S),
+            sync=GradientSync({}, sync_policy("all-reduce"), transport=transport, timeout_s=NO_DEADLINE_S),
+            clock=clock,
+            device=device,
+        )
+
+    def run(self, feed: Feed, microbatches: int, times: StepTimes) -> None:
+        """Two minibatches of so many microbatches; the update of the first is beside a microbatch in flight."""
+        held: list[Version] = []
+        aside_s: list[float] = []
+
+        def after(action: Action) -> None:
+            start_s = self.clock()
+            self.stage.losses.clear()
+            for empty in self._empty:
+                empty.take(action.kind, self._seconds, times)
+            if action.kind is Kind.STEP and held:
+                self.stage.weights.release(held.pop())
+            elif action == Action(0, Kind.BACKWARD, microbatches - 1):
+                held.append(self.stage.weights.acquire())
+            aside_s.append(self.clock() - start_s)
+
+        self._worker.on_action, self._worker.events = after, type(self._worker.events)()
+        schedule = build_schedule("1f1b", ALONE, (microbatches,) * 2)
+        self._worker.run(Segment(schedule=schedule, samples=(1,) * 2 * microbatches, feed=feed))
+        last_s: float | None = None
+        for (action, start_s, end_s), also_s in zip(self._worker.events, aside_s, strict=True):
+            stashed = action == Action(0, Kind.STEP, 0)
+            (times.stashed_s if stashed else times.actions_s[action.kind]).append(end_s - start_s)
+            if last_s is not None:
+                (times.loading_s if action.kind is Kind.FORWARD else times.between_s).append(start_s - last_s)
+            last_s = end_s + also_s
+
+    def _seconds(self, compute: Callable[[], Any]) -> float:
+        start_s = self.clock()
+        compute()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.clock() - start_s
+
+
+TypicalSeconds = Callable[[Callable[[], Any], Callable[[], Any]], float]
+"""Times its first argument again and again, each time after calling the second."""
+
+
+class UpdateCosts(NamedTuple):
+    """Seconds of an update of some tensors: for calling the optimizer, for each tensor and for each byte."""
+
+    call_s: float
+    tensor_s: float
+    byte_s: float
+
+    def parameter_s(self, num_bytes: int) -> float:
+        return self.tensor_s + num_bytes * self.byte_s
+
+
+def step_times(
+    parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer, typical_s: TypicalSeconds, *, stashed: bool
+) -> list[tuple[int, int, float]]:
+    """Number, bytes and seconds of updates of the parameters, and of the smaller ones among them.
+
+    With ``stashed``, a microbatch in flight keeps the weights as they were, so that the update makes a copy of them.
+    """
+    by_size = sorted(parameters, key=lambda name: parameters[name].nbytes)
+    rows = []
+    for count in sorted({1, len(by_size) // 2, len(by_size)} - {0}):
+        part = {name: parameters[name] for name in by_size[:count]}
+        seconds = _step_s(part, make_optimizer, typical_s, stashed=stashed)
+        rows.append((count, sum(p.nbytes for p in part.values()), seconds))
+    return rows
+
+
+def _step_s(
+    parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer, typical_s: TypicalSeconds, *, stashed: bool
+) -> float:
+    weights = Weights(parameters, make_optimizer)
+    gradients = {name: torch.randn_like(p) for name, p in parameters.items()}  # zeros take another time
+    held: list[Version] = []
+
+    def prepare() -> None:
+        weights.gradients.update(gradients)
+        if stashed:  # as a stage with two microbatches in flight
+            held.append(weights.acquire())
+            if len(held) > 1:
+                weights.release(held.pop(0))
+
+    return typical_s(weights.step, prepare)
+
+
+def fit_updates(rows: Sequence[tuple[int, int, float]]) -> UpdateCosts:
+    """Least squares of relative errors over (tensors, bytes, seconds), with no term below 0."""
+    if not rows:
+        return UpdateCosts(0.0, 0.0, 0.0)
+    seconds = np.array([max(row[2], 1e-12) for row in rows])
+    table = np.array([[1.0, row[0], row[1]] for row in rows]) / seconds[:, None]
+    kept = [0, 1, 2]
+    while True:
+        found, *_ = np.linalg.lstsq(table[:, kept] / table[:, kept].max(axis=0), np.ones(len(rows)), rcond=None)
+        if (found >= 0).all() or len(kept) == 1:
+            break
+        kept.pop(int(np.argmin(found)))
+    terms = np.zeros(3)
+    terms[kept] = np.maximum(found, 0.0) / table[:, kept].max(axis=0)
+    return UpdateCosts(*terms.tolist())
