@@ -171,6 +171,7 @@ class Plan:
             reads=tuple(tuple(sorted(r)) for r in reads),
             ties=self._ties(),
             shares=tuple(stage.shares for stage in self.stages),
+            meets_in_backwards=self.profile.sync_batch_norm,
         )
 
     @cached_property

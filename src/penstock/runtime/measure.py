@@ -69,6 +69,7 @@ def profile_job(
         microbatch_size=min(microbatch_size, len(job.data)),
         threads=threads,
         precision=job.precision,
+        sync_batch_norm=job.sync_batch_norm,
         graph=measurement.graph(per_parameter),
         seconds={device_kind(device): measurement.seconds(per_parameter)},
     )
