@@ -237,13 +237,17 @@ class StageCosts:
 
     def _seconds(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> Floats:
         """[class of the team, begin, end]: of a microbatch, with what its messages take."""
-        computed_s = np.stack([_difference(self.compute_s(kind, again=again), begin, end) for kind in team.kinds])
-        return computed_s + self.handled_s[begin][:, None] + self.handled_s[end][None, :]
+        handled_s = self.handled_s[begin][:, None] + self.handled_s[end][None, :]
+        return self._computed_s(team, begin, end, again=again) + handled_s
+
+    def _computed_s(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> Floats:
+        return np.stack([_difference(self.compute_s(kind, again=again), begin, end) for kind in team.kinds])
 
     def _shares(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> tuple[Any, Any]:
-        """Microbatches of a round, [class of the team, begin, end], and of all its replicas together."""
+        """Microbatches of a round, [class of the team, begin, end], and of all its replicas together. Those of the
+        finished plan: by computing alone."""
         counts = [team.counts[kind] for kind in team.kinds]
-        shares = best_shares(self._seconds(team, begin, end, again=again), counts)
+        shares = best_shares(self._computed_s(team, begin, end, again=again), counts)
         return shares, np.einsum("cij,c->ij", shares, np.array(counts)) if team.mixed else float(team.size)
 
     def _fits(self, team: Team, depth: int, timed: Block, begin: Ints, end: Ints, *, again: bool) -> Bools:
