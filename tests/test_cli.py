@@ -24,7 +24,10 @@ from penstock.plan import Plan
 from penstock.planner import make_plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
+from penstock.report import outcome_of
 from penstock.report.drawing import svg_file
+from penstock.run import Result, RunDirectory
+from penstock.simulate import simulate
 
 OPTIONS = {
     "profile": ["JOB", "--output", "--microbatch-size", "--threads", "--json"],
@@ -130,6 +133,34 @@ def test_show_and_simulate_answer_in_json(plan_file: Path) -> None:
     for played, worker in zip(answer["workers"], shown["workers"], strict=True):
         assert played.items() >= worker.items()
         assert {*played} - {*worker} == {"averaging", "bubble", "peak_memory_bytes", "device_memory_bytes"}
+
+
+def test_a_plan_has_one_prediction_wherever_it_is_shown(plan_file: Path) -> None:
+    """Also of a run without losses, as an emulated one is, and beside a simulation of any length."""
+    predicted = codec.load(Plan, plan_file).predicted_samples_per_s
+    assert predicted is not None
+    words, directory = f"{predicted:.1f}", plan_file.parent / "run"
+    assert f"predicted {words} samples/s" in invoke("show", str(plan_file)).stdout
+    assert f"the plan predicts {words}" in invoke("simulate", str(plan_file), "--minibatches", "1").stdout
+    assert "the plan predicts" not in invoke("simulate", str(plan_file), "--cluster", "8@1GB/s").stdout
+    emulated = invoke("emulate", str(plan_file), "--minibatches", "8", "--run-dir", str(directory)).stdout
+    (rate,) = [line for line in emulated.splitlines() if line.strip().startswith("samples/s")]
+    assert rate.split()[1] == words
+    report = json.loads(invoke("report", str(directory), "--json").stdout)
+    assert report["predicted_samples_per_s"] == predicted
+    assert f"{words} predicted" in report["explanation"]
+    assert report["explanation"][:40] in " ".join(emulated.split())
+
+
+def test_a_run_is_compared_with_a_simulation_as_long_as_it_was(tmp_path: Path, plan_file: Path) -> None:
+    """An emulated run has no losses to count minibatches by."""
+    plan, run = codec.load(Plan, plan_file), RunDirectory(tmp_path / "run")
+    measured = simulate(plan, 12)
+    codec.save(plan, run.plan)
+    codec.save(measured, run.trace)
+    codec.save(Result(samples=96, seconds=1.0, losses=(), checkpoint=None, device_kinds={}), run.result)
+    assert plan.profile.batch_size == 8
+    assert outcome_of(run).simulated == measured
 
 
 def test_staleness_is_shown_of_asynchronous_plans_alone(tmp_path: Path) -> None:

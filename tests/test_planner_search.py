@@ -325,3 +325,15 @@ def test_inference_takes_the_lowest_latency_that_keeps_the_rate() -> None:
     assert straight.prediction.latency_s == pytest.approx(4.3)
     with pytest.raises(PenstockError, match="cannot serve 2 samples/s"):
         make_plan(profile, cluster, schedule="inference", samples_per_s=2.0)
+
+
+def test_the_search_counts_the_shares_that_the_plan_will_have_where_messages_take_a_workers_time() -> None:
+    cluster = Cluster(
+        name="unequal",
+        devices=tuple(Device(speed=speed) for speed in (1.6, 2.9, 3.7)),
+        levels=(Level(size=3, bytes_per_s=1e10),),
+        handling_s=1e-3,
+        copying_bytes_per_s=1e6,
+    )
+    asked = request(chain_profile([0.037, 0.021], value_bytes=500), cluster)
+    assert found_s(asked) == pytest.approx(best_s(asked), rel=1e-6)

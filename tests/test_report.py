@@ -26,7 +26,7 @@ from penstock.report.drawing import inline_svg
 from penstock.report.drawing import style as drawing_style
 from penstock.run import EdgeError, Evaluation, Result
 from penstock.schedule import Action, Kind, Staleness
-from penstock.simulate import simulate
+from penstock.simulate import explain, simulate
 from penstock.trace import Event, Trace
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- {{style}} &amp;"
@@ -161,9 +161,10 @@ def test_content_holds_the_numbers_of_both_traces(tmp_path: Path, plan: Plan, si
     measured = measured_from(simulated)
     _, data = report(tmp_path / "report.html", plan, simulated)
     rate = data["comparison"]["samples_per_s"]
-    assert rate["predicted"] == simulated.samples_per_s
+    assert rate["predicted"] == plan.predicted_samples_per_s
     assert rate["measured"] == measured.samples_per_s
-    assert rate["ratio"] == pytest.approx(measured.samples_per_s / simulated.samples_per_s)
+    assert rate["ratio"] == pytest.approx(measured.samples_per_s / rate["predicted"])
+    assert data["comparison"]["explanation"] == explain(plan, measured, simulated).text
     assert len(data["comparison"]["workers"]) == len(plan.devices)
     for worker, row in enumerate(data["comparison"]["workers"]):
         assert row["utilisation"]["measured"] == measured.utilisation(worker)
@@ -234,7 +235,11 @@ def test_trace_without_updates_or_losses(tmp_path: Path, plan: Plan, simulated: 
 
 def test_empty_trace_gives_a_page(tmp_path: Path, plan: Plan, simulated: Trace) -> None:
     _, data = report(tmp_path / "report.html", plan, replace(simulated, events=()))
-    assert data["comparison"]["samples_per_s"] == {"predicted": 0.0, "measured": 0.0, "ratio": None}
+    assert data["comparison"]["samples_per_s"] == {
+        "predicted": plan.predicted_samples_per_s,
+        "measured": 0.0,
+        "ratio": 0.0,
+    }
 
 
 def test_timeline_counts_from_the_first_start(tmp_path: Path, plan: Plan) -> None:

@@ -232,6 +232,18 @@ def test_averaging_begins_in_the_midst_of_the_last_backward_of_a_round() -> None
     assert sync.end_s - sync.start_s == pytest.approx(PlanCosts(plan).sync_s(0)) == pytest.approx(2.0)
 
 
+def test_averaging_that_is_over_before_the_backward_takes_no_time_after_it() -> None:
+    """Only the second layer has parameters: they are there when half of the backward is, and soon averaged."""
+    graph = chain_profile([1.0, 1.0], batch_size=2, parameter_bytes=8 * 2**20).graph
+    layers = (replace(graph.layers[0], parameters=()), graph.layers[1])
+    own = tuple(parameter for parameter in graph.parameters if parameter.name in layers[1].parameters)
+    profile = chain_profile([1.0, 1.0], batch_size=2, parameter_bytes=8 * 2**20)
+    profile = replace(profile, graph=replace(graph, layers=layers, parameters=own))
+    plan = plan_of(profile, flat_cluster(2, bytes_per_s=2**24), [[0, 1]], [2], schedule="gpipe", microbatches=2)
+    syncs = [event for event in simulate(plan, 1).events if event.action.kind is Kind.SYNC]
+    assert [event.start_s for event in syncs] == [event.end_s for event in syncs] == pytest.approx([6.0, 6.0])
+
+
 def test_averaging_that_takes_longer_than_the_backward_is_waited_for_at_its_end() -> None:
     profile = chain_profile([1.0, 1.0], batch_size=2, parameter_bytes=8 * 2**20)
     plan = plan_of(profile, flat_cluster(2, bytes_per_s=2**20), [[0, 1]], [2], schedule="gpipe", microbatches=2)

@@ -37,7 +37,6 @@ from penstock.runtime.data import load_microbatch
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.transport import LocalTransport, Pending
 from penstock.runtime.weights import Weights
-from penstock.runtime.worker import last_backwards
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind, Schedule
 
@@ -453,12 +452,6 @@ def test_gradients_are_summed_in_the_midst_of_the_last_backward_of_their_round(
     for one, other in zip(early, late, strict=True):
         for name, parameter in only_stage(one).weights.parameters.items():
             assert torch.equal(parameter, only_stage(other).weights.parameters[name])
-
-
-def test_stages_that_share_a_weight_are_summed_after_their_backwards() -> None:
-    plan = even_plan(profile_of("tied"), (2, 1), "1f1b", microbatches=2)
-    (program, *_) = plan.schedule_for([2] * 3).programs
-    assert last_backwards(program, plan.schedule_for([2] * 3)) == {}
 
 
 def test_a_failing_worker_ends_the_others_within_the_deadline() -> None:

@@ -164,6 +164,10 @@ class Cluster:
         """What a ring through these devices must cross."""
         return self.links[self.span(devices)]
 
+    def carries(self, devices: Sequence[int]) -> bool:
+        """Whether an all-reduce among these devices goes on while they compute."""
+        return not self.slowest_link(devices).ring_by_workers
+
     def span(self, devices: Sequence[int]) -> int:
         """The lowest level that holds all of these devices."""
         first, last = min(devices), max(devices)

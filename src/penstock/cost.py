@@ -169,10 +169,10 @@ class CostModel:
             return 0.0
         return float(ring_allreduce(num_bytes, len(devices)).seconds(self.cluster.slowest_link(devices).ring))
 
-    def averages_early(self, link: Level, schedule: Family) -> bool:
-        """Whether averaging over such a link begins in the midst of the last backward of a round: where gradients are
-        final with it, and workers have nothing else to average."""
-        return schedule.trains and not schedule.halves and schedule.layout == "once" and not link.ring_by_workers
+    def may_overlap(self, schedule: Family) -> bool:
+        """Whether some plan averages gradients during backwards, over some link of the cluster."""
+        carried = any(not level.ring_by_workers for level in self.cluster.levels)
+        return carried and schedule.may_overlap and not self.profile.sync_batch_norm
 
     def handled_s(self, num_bytes: Any, schedule: Family) -> Any:
         """That a worker is busy with what crosses a cut next to it: values one way and, if the schedule trains, as many

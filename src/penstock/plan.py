@@ -88,6 +88,10 @@ class Prediction:
         return seconds / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
 
 
+NO_PREDICTION = Prediction(seconds_per_minibatch=0.0, lower_bound_s=0.0, data_parallel_s=None, one_device_s=None)
+"""Of a plan that is not finished, or is taken to another cluster than it was made for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     profile: Profile
@@ -128,6 +132,12 @@ class Plan:
     @property
     def is_asynchronous(self) -> bool:
         return family(self.schedule).asynchronous
+
+    @property
+    def predicted_samples_per_s(self) -> float | None:
+        """The one prediction of its throughput; None where there is none."""
+        seconds = self.prediction.seconds_per_minibatch
+        return self.profile.batch_size / seconds if seconds > 0 else None
 
     @property
     def takes_halves(self) -> bool:
@@ -184,6 +194,7 @@ class Plan:
             reads=tuple(tuple(sorted(r)) for r in reads),
             ties=self._ties(),
             shares=tuple(stage.shares for stage in self.stages),
+            meets_in_backwards=self.profile.sync_batch_norm,
         )
 
     @cached_property

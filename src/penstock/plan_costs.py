@@ -74,7 +74,7 @@ class PlanCosts:
         return self._compute[stage, worker]
 
     def sync_s(self, stage: int) -> float:
-        """Averaging a stage's gradients; all of it counts here, also what begins in the midst of a backward."""
+        """Averaging a stage's gradients; all of it counts here, also what overlaps with a backward."""
         if stage not in self._syncs:
             self._syncs[stage] = self._sync_s(stage)
         return self._syncs[stage]
@@ -83,13 +83,6 @@ class PlanCosts:
         """Averaging a stage's gradients over its replicas, and tied ones over their owners too."""
         devices = [self.plan.devices[worker] for worker in self.plan.pipeline.sync_workers(stage)]
         return self.model.allreduce_s(self.sync_bytes(stage), devices)
-
-    def averages_early(self, stage: int) -> bool:
-        """Whether the averaging of its gradients begins in the midst of the last backward of a round."""
-        if self.plan.pipeline.sync_stages[stage] != (stage,):
-            return False
-        link = self.plan.cluster.slowest_link(self.plan.stages[stage].devices)
-        return self.model.averages_early(link, family(self.plan.schedule))
 
     def finals(self, stage: int) -> list[tuple[str, float]]:
         """The parameters of a stage as its backward finds their gradients, and the share of it that has passed then."""
@@ -108,9 +101,9 @@ class PlanCosts:
         return list(shares.items())[::-1]
 
     def buckets(self, stage: int) -> list[tuple[float, float]]:
-        """Its gradients as they are averaged: the share of the last backward that has passed when they are final, and
-        their bytes; all of them after it, where that does not begin before."""
-        if not self.averages_early(stage):
+        """Its gradients as they are averaged: the share of a backward that has passed when they are final, and their
+        bytes. Where workers sum by themselves, all gradients are one bucket, summed after the backward."""
+        if not self.plan.cluster.carries(self.plan.stages[stage].devices):
             return [(1.0, self.sync_bytes(stage))]
         finals = self.finals(stage)
         sizes = [self.plan.profile.graph.parameter_by_name[name].num_bytes for name, _ in finals]

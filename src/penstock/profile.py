@@ -87,6 +87,8 @@ class Profile:
     """CPU threads of the worker that was measured"""
     precision: str = "float32"
     """what layers computed in when they were measured"""
+    sync_batch_norm: bool = False
+    """Whether the job's batch norm spans the replicas of a stage."""
     graph: LayerGraph
     seconds: Mapping[str, tuple[LayerSeconds, ...]]
     """per device kind, one entry for each of graph.layers, in their order"""

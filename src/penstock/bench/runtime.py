@@ -103,7 +103,7 @@ def _measured(case: str, plans: dict[str, Plan]) -> tuple[dict[str, float], str]
 
 
 def _predicted(plan: Plan) -> float:
-    return plan.profile.batch_size / plan.prediction.seconds_per_minibatch
+    return plan.predicted_samples_per_s or 0.0
 
 
 def _plans(case: str, microbatches: int = MICROBATCHES) -> dict[str, Plan]:

@@ -22,7 +22,7 @@ from penstock.bench import DRAWN, MODULES, run_benchmark
 from penstock.cli import show as shown
 from penstock.errors import FormatError, PenstockError, PlanError, WorkerError
 from penstock.formats import plan_text, read_cluster, read_profile
-from penstock.plan import Plan
+from penstock.plan import NO_PREDICTION, Plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
 from penstock.report import Outcome, outcome_of, perfetto_trace, write_figures, write_report
@@ -293,7 +293,7 @@ def simulate(
 
     loaded = codec.load(Plan, plan)
     if cluster is not None:
-        loaded = replace(loaded, cluster=read_cluster(cluster))
+        loaded = replace(loaded, cluster=read_cluster(cluster), prediction=NO_PREDICTION)
     base = play(loaded, minibatches)
 
     def read(file: str) -> Conditions:
@@ -379,9 +379,7 @@ def emulate(
         f"an emulated second took {found.dilation:.3g}, tensors were 1/{found.shrink:.3g} of their size\n"
         f"report {directory.report}"
     )
-    _answer(
-        found.result, as_json, partial(shown.run_table, loaded, found.trace, compared.simulated, found.result), note
-    )
+    _answer(found.result, as_json, partial(shown.run_table, compared), note)
 
 
 @app.command(
@@ -447,7 +445,7 @@ def train(
     _answer(
         result,
         as_json,
-        lambda: shown.run_table(found.plan, found.measured, found.simulated, result),
+        partial(shown.run_table, found),
         "\n".join(
             [
                 *(str(evaluation) for evaluation in result.evaluations[-1:]),
@@ -500,9 +498,11 @@ def report(
         "report": str(directory.report),
         "perfetto": str(perfetto) if perfetto else None,
         "figures": [str(path) for path in written.get("figures", ())],
+        "predicted_samples_per_s": found.plan.predicted_samples_per_s,
+        "explanation": found.explanation.text,
         **shown.trace_answer(found.measured),
     }
-    table = partial(shown.run_table, found.plan, found.measured, found.simulated, found.result)
+    table = partial(shown.run_table, found)
     note = "\n".join(f"{what} {' '.join(map(str, paths))}" for what, paths in written.items())
     _answer(answer, as_json, table, note)
 

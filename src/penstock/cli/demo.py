@@ -36,6 +36,6 @@ def run_demo(run: Path) -> None:
     typer.echo(f"     loss {fmean(first):.3f} -> {fmean(last):.3f} over {len(result.losses)} minibatches")
     typer.echo("4/4  report: predicted against measured")
     found = verbs.write_report_of(directory)
-    shown.print_table(shown.comparison_table(plan, found.measured, found.simulated, result))
+    shown.print_table(shown.run_table(found))
     typer.echo(f"checkpoint  {run / (result.checkpoint or '')}")
     typer.echo(f"report      {directory.report.resolve()}   (open it in a browser)")

@@ -18,8 +18,9 @@ from penstock.cluster import Device, Level
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.profile import Profile
+from penstock.report.outcome import Outcome
 from penstock.report.stages import bottleneck_text, show_memory
-from penstock.run import EdgeError, Result
+from penstock.run import EdgeError
 from penstock.schedule import Action, Kind, Staleness
 from penstock.survey import LevelFindings, Survey
 from penstock.trace import Trace
@@ -74,7 +75,7 @@ def plan_answer(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,
         "seconds_per_minibatch": prediction.seconds_per_minibatch,
-        "samples_per_s": _rate(plan.profile.batch_size, prediction.seconds_per_minibatch),
+        "samples_per_s": plan.predicted_samples_per_s,
         "lower_bound": prediction.lower_bound_s,
         "gap": prediction.gap,
         "latency_s": prediction.latency_s,
@@ -210,17 +211,24 @@ def trace_table(trace: Trace) -> Table:
     return table
 
 
-def comparison_table(plan: Plan, measured: Trace, predicted: Trace, result: Result) -> Table:
-    """Predicted against measured, stage by stage and worker by worker."""
+def run_table(found: Outcome) -> RenderableType:
+    """Predicted against measured, why they differ, and what compression lost where there was any."""
+    parts: list[RenderableType] = [_comparison_table(found), Text(found.explanation.text)]
+    return Group(*parts, *([_compression_table(found.result.compression)] if found.result.compression else []))
+
+
+def _comparison_table(found: Outcome) -> Table:
+    """Stage by stage and worker by worker. Throughput is the plan's own prediction, all else is simulated."""
+    plan, result = found.plan, found.result
     table = Table(box=box.SIMPLE_HEAD, title="predicted against measured")
     table.add_column("what")
     for column in ("predicted", "measured", "measured / predicted"):
         table.add_column(column, justify="right")
-    one, two = trace_answer(predicted), trace_answer(measured)
-    table.add_row("samples/s", *_pair(one["samples_per_s"], two["samples_per_s"], "{:.1f}".format))
+    one, two = trace_answer(found.simulated), trace_answer(found.measured)
+    table.add_row("samples/s", *_pair(plan.predicted_samples_per_s, two["samples_per_s"], "{:.1f}".format))
     if plan.is_asynchronous:
-        for index, (steady, found) in enumerate(zip(plan.staleness, result.staleness, strict=False)):
-            table.add_row(f"stage {index}: staleness", show_staleness(steady), show_staleness(found), "")
+        for index, (steady, seen) in enumerate(zip(plan.staleness, result.staleness, strict=False)):
+            table.add_row(f"stage {index}: staleness", show_staleness(steady), show_staleness(seen), "")
     for expected, worker in zip(one["workers"], two["workers"], strict=True):
         table.add_section()
         busy = _pair(expected["utilisation"], worker["utilisation"], "{:.0%}".format)
@@ -230,12 +238,6 @@ def comparison_table(plan: Plan, measured: Trace, predicted: Trace, result: Resu
                 cells = _pair(expected["median_s"][kind], worker["median_s"][kind], show_seconds)
                 table.add_row(f"{worker['name']}: {kind}", *cells)
     return table
-
-
-def run_table(plan: Plan, measured: Trace, predicted: Trace, result: Result) -> RenderableType:
-    """Predicted against measured, and what compression lost where there was any."""
-    table = comparison_table(plan, measured, predicted, result)
-    return Group(table, _compression_table(result.compression)) if result.compression else table
 
 
 def _compression_table(errors: Sequence[EdgeError]) -> Table:
@@ -253,8 +255,9 @@ def _compression_table(errors: Sequence[EdgeError]) -> Table:
     return table
 
 
-def _pair(predicted: float, measured: float, show: Any) -> tuple[str, str, str]:
-    return show(predicted), show(measured), f"{measured / predicted:.2f}" if predicted > 0 else "-"
+def _pair(predicted: float | None, measured: float, show: Any) -> tuple[str, str, str]:
+    shown = "-" if predicted is None else show(predicted)
+    return shown, show(measured), f"{measured / predicted:.2f}" if predicted else "-"
 
 
 def verification_answer(found: Any) -> dict[str, Any]:

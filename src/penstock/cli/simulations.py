@@ -17,7 +17,6 @@ from penstock.plan import Plan
 from penstock.report.bars import Bar, bars_svg
 from penstock.simulate import Simulation, verdict_of
 from penstock.sweep import Outcome
-from penstock.trace import Trace
 from penstock.units import show_bytes, show_seconds
 
 Named = tuple[str, Simulation]
@@ -82,10 +81,11 @@ def simulation_table(base: Simulation, others: Sequence[Named] = ()) -> Renderab
 
 
 def _workers_table(played: Simulation) -> Table:
-    trace: Trace = played.trace
+    trace, predicted = played.trace, played.plan.predicted_samples_per_s
+    beside = "" if predicted is None else f"; the plan predicts {predicted:.1f}"
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"simulated: {trace.samples_per_s:.1f} samples/s over {show_seconds(trace.span_s)}",
+        title=f"simulated: {trace.samples_per_s:.1f} samples/s over {show_seconds(trace.span_s)}{beside}",
         caption="shares of the whole time; averaging with the wait for others, bubble the rest of waiting",
     )
     table.add_column("worker")

@@ -58,7 +58,7 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
 
     In a period of T a layer needs enough replicas that its computing, update and averaging fit, and each replica then
     averages: that takes device time of its own. All layers together have the device time that there is. Averaging that
-    begins in the midst of a backward takes at least what the backward leaves of it: then layers need the time for all
+    overlaps with a backward takes at least what is left of it after the backward: then layers need the time for all
     but averaging, and that for all but a backward.
     """
     devices, graph = len(costs.cluster.devices), costs.profile.graph
@@ -73,9 +73,9 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
     wire_s = np.array([2 * sum(p.num_bytes for p in parameters) / rate for parameters in own])
 
     backward_s = np.array([costs.backward_s([n], 0) for n in layers])
-    # asynchronous plans are counted as if they averaged after it, synchronous ones as they are played
-    early = not family.asynchronous and any(costs.averages_early(level, family) for level in costs.cluster.levels)
-    counted = ((0.0, 0.0), (1.0, 1.0)) if early else ((0.0, 1.0),)
+    # The prediction of an asynchronous plan counts averaging after the backward, that of a synchronous one is played.
+    overlaps = not family.asynchronous and costs.may_overlap(family)
+    counted = ((0.0, 0.0), (1.0, 1.0)) if overlaps else ((0.0, 1.0),)
     """of a backward that hides averaging, and of averaging"""
 
     def area_s(replicas: Floats, hidden: float, averaged: float) -> Floats:

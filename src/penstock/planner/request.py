@@ -12,7 +12,7 @@ import numpy as np
 from penstock.cluster import Cluster
 from penstock.compression import up_to
 from penstock.cost import CostModel, best_shares
-from penstock.plan import Plan, Prediction, Stage
+from penstock.plan import NO_PREDICTION, Plan, Prediction, Stage
 from penstock.plan_costs import PlanCosts
 from penstock.planner.explore import Explorer, cuts_of
 from penstock.planner.hints import Hints
@@ -36,7 +36,6 @@ LONGEST_TURN = 32
 """Minibatches after which replicas have had their turns, where that is waited for."""
 MOST_CROWDED = 3
 """Searches for plans that send less."""
-NOTHING_YET = Prediction(seconds_per_minibatch=0.0, lower_bound_s=0.0, data_parallel_s=None, one_device_s=None)
 
 Scored = tuple[float, Plan]
 """Seconds, and the plan that takes them."""
@@ -243,7 +242,7 @@ class Request:
             stages=made,
             schedule=self.schedule,
             microbatches=self.microbatches,
-            prediction=NOTHING_YET,
+            prediction=NO_PREDICTION,
             custom=self.custom,
         )
         if max(plan.pipeline.round_sizes) > self.family.widest_round(self.microbatches):

@@ -241,18 +241,18 @@ class StageCosts:
 
     def _seconds(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> Floats:
         """[class of the team, begin, end]: of a microbatch, with what its messages take."""
-        computed_s = np.stack(
-            [
-                _difference(self.compute_s(kind, again=again), begin, end) + self.own_s(kind, begin, end)
-                for kind in team.kinds
-            ]
-        )
-        return computed_s + self.handled_s[begin][:, None] + self.handled_s[end][None, :]
+        handled_s = self.handled_s[begin][:, None] + self.handled_s[end][None, :]
+        own_s = np.stack([self.own_s(kind, begin, end) for kind in team.kinds])
+        return self._computed_s(team, begin, end, again=again) + own_s + handled_s
+
+    def _computed_s(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> Floats:
+        return np.stack([_difference(self.compute_s(kind, again=again), begin, end) for kind in team.kinds])
 
     def _shares(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> tuple[Any, Any]:
-        """Microbatches of a round, [class of the team, begin, end], and of all its replicas together."""
+        """Microbatches of a round, [class of the team, begin, end], and of all its replicas together. Those of the
+        finished plan: by computing alone."""
         counts = [team.counts[kind] for kind in team.kinds]
-        shares = best_shares(self._seconds(team, begin, end, again=again), counts)
+        shares = best_shares(self._computed_s(team, begin, end, again=again), counts)
         return shares, np.einsum("cij,c->ij", shares, np.array(counts)) if team.mixed else float(team.size)
 
     def _fits(self, team: Team, depth: int, timed: Block, begin: Ints, end: Ints, *, again: bool) -> Bools:
@@ -355,11 +355,13 @@ class StageCosts:
             )
         return self._update_sums[kind, stashed]
 
-    def own_s(self, kind: int, begin: Ints, end: Ints) -> Any:
+    def own_s(self, kind: int, begin: Ints, end: Ints) -> Floats:
         """[begin, end]: a worker's own time per microbatch, with loading where the stage reads data."""
         device = self.class_of.index(kind)
         own_s, load_s = self.costs.own_microbatch_s(device, self.family), self.costs.load_s(device)
-        return own_s + load_s * (_difference(self._data_readers, begin, end) > 0) if load_s else own_s
+        reads = (_difference(self._data_readers, begin, end) > 0).astype(np.float64)
+        seconds: Floats = own_s + load_s * reads
+        return seconds
 
     def own_update_s(self, kind: int, *, stashed: bool) -> float:
         """A worker's own time per update."""

@@ -240,8 +240,7 @@ class ThresholdSearch:
         handled_s = self.stage_costs.handled_s
         difference: Floats = self._compute[None, :] - self._compute[:, None]
         every = np.arange(len(self.stage_costs))
-        own_s: Floats = self.stage_costs.own_s(0, every, every)
-        return difference + own_s + handled_s[None, :] + handled_s[:, None]
+        return difference + self.stage_costs.own_s(0, every, every) + handled_s[None, :] + handled_s[:, None]
 
     @cached_property
     def _stage_update(self) -> Floats:

@@ -54,8 +54,8 @@ def report_content(outcome: Outcome) -> dict[str, Any]:
 
 def _comparison(outcome: Outcome) -> dict[str, Any]:
     plan, measured, simulated = outcome.plan, outcome.measured, outcome.simulated
-    rates = [simulated.samples_per_s, measured.samples_per_s]
-    minibatch_s = [plan.profile.batch_size / rate if rate > 0 else None for rate in rates]
+    rates = [plan.predicted_samples_per_s, measured.samples_per_s]
+    minibatch_s = [plan.profile.batch_size / rate if rate else None for rate in rates]
     workers = range(len(plan.devices))
     utilisation = [[trace.utilisation(worker) for worker in workers] for trace in (simulated, measured)]
     seconds = [_seconds(trace) for trace in (simulated, measured)]
@@ -63,6 +63,7 @@ def _comparison(outcome: Outcome) -> dict[str, Any]:
     syncing = [_share_syncing(rows, trace) for rows, trace in zip(seconds, (simulated, measured), strict=True)]
     kinds = [kind for kind in Kind if any(kind in row for rows in medians for row in rows)]
     return {
+        "explanation": outcome.explanation.text,
         "samples_per_s": _compare(*rates),
         "minibatch_s": _compare(*minibatch_s),
         "utilisation": _compare(*map(fmean, utilisation)),

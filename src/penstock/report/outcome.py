@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from penstock import codec
 from penstock.errors import FormatError
 from penstock.plan import Plan
 from penstock.record import Record
 from penstock.run import Result, RunDirectory
-from penstock.simulate import simulate
+from penstock.simulate import Explanation, explain, simulate
 from penstock.trace import Event, Trace
 
 MOST_SIMULATED = 200
@@ -25,6 +26,11 @@ class Outcome:
     record: Record
     beginning: Trace | None = None
     """of a run too long for its trace to have all of it, the first actions"""
+
+    @cached_property
+    def explanation(self) -> Explanation:
+        """Why it was faster or slower than predicted."""
+        return explain(self.plan, self.measured, self.simulated)
 
     @property
     def measured_events(self) -> tuple[Event, ...]:
@@ -42,7 +48,8 @@ class Outcome:
 
 def outcome_of(run: RunDirectory) -> Outcome:
     plan, measured, result = run.load()
-    simulated = simulate(plan, min(MOST_SIMULATED, max(1, len(result.losses))))
+    minibatches = -(-result.samples // plan.profile.batch_size)
+    simulated = simulate(plan, min(MOST_SIMULATED, max(1, minibatches)))
     beginning = codec.load(Trace, run.beginning) if run.beginning.exists() else None
     return Outcome(
         plan=plan, measured=measured, simulated=simulated, result=result, record=run.record(), beginning=beginning

@@ -33,6 +33,7 @@ function fillFigures() {
     tile("Final loss", orMissing((value) => significant(value, 4))(loss.final), "", loss.first === null ? "" : `${significant(loss.first, 4)} at first`),
     tile("Workers", String(traces[0].workers.length), "", kinds || plural(plan.stages.length, "stage")),
   );
+  byId("explanation").textContent = content.comparison.explanation;
 }
 
 // ---- timeline

@@ -91,6 +91,8 @@ def check_job(job: Job, plan: Plan) -> None:
             f"or plan with --schedule {synchronous}"
         )
     if job.sync_batch_norm:
+        if not plan.profile.sync_batch_norm:  # averaging might overlap with backwards that batch norm sums in
+            raise PlanError("the job has sync_batch_norm, the plan is for one without; profile and plan again")
         check_lock_step(plan, make_epoch(job, plan, 0).minibatches)
     if plan.profile.precision != job.precision:
         raise PlanError(
@@ -197,7 +199,6 @@ def assemble(
         sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
         clip=clip,
         scaler=scaler,
-        averages_early=not job.sync_batch_norm,  # which sums in the midst of backwards itself
         clock=clock,
         device=device,
     )

@@ -1,13 +1,14 @@
 """Weight gradients made later: what a zero-bubble schedule needs to take a backward in two halves.
 
 While a stage computes, its products with weights (linear layers, convolutions, embeddings) are replaced by functions
-with the same result whose backward makes the gradient of the input alone, and notes what the weight's takes. Any other
-operation, and any weight that is not a leaf, keeps its own backward: it is only not put off.
+with the same result. Their backward makes the gradient of the input alone, and notes what the weight's takes. Only the
+stage's own trained parameters are put off. Any other operation or operand keeps its own backward: an activation that
+another stage sent is a leaf too, but its gradient must be sent back after the first half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +21,14 @@ aten = torch.ops.aten
 class PutOff:
     """The weight gradients of one microbatch that its backward has left to be made."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained: Collection[int]) -> None:
+        """``trained`` holds the ids of the leaves that may be put off; they must stay alive as long as this does."""
+        self._trained = trained
         self._left: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def takes(self, *operands: Any) -> bool:
+        """Whether the gradients of all these operands can be made later."""
+        return all(operand is None or id(operand) in self._trained for operand in operands)
 
     def add(self, leaf: Tensor, make: Callable[[], Tensor]) -> None:
         self._left.append((leaf, make))
@@ -55,18 +62,12 @@ class Deferring(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _can_wait(*weights: Any) -> bool:
-    return all(
-        weight is None or (isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad) for weight in weights
-    )
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, later: PutOff, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.later, ctx.bias = later, bias
         ctx.save_for_backward(inputs, weight)
-        return torch.nn.functional.linear(inputs, weight, bias)
+        return _own(torch.nn.functional.linear(inputs, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -90,7 +91,7 @@ class _Convolution(torch.autograd.Function):
         stride, padding, dilation, groups = rest + (1, 0, 1, 1)[len(rest) :]
         spread = [_as_list(value, weight.dim() - 2) for value in (stride, padding, dilation)]
         ctx.how = (*spread, False, [0] * (weight.dim() - 2), groups)
-        return function(inputs, weight, bias, *rest)  # type: ignore[no-any-return]
+        return _own(function(inputs, weight, bias, *rest))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -115,7 +116,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, later: PutOff, weight: Tensor, indices: Tensor, padding: int, by_frequency: bool) -> Tensor:
         ctx.later, ctx.how = later, (padding, by_frequency)
         ctx.save_for_backward(weight, indices)
-        return torch.embedding(weight, indices, padding, by_frequency)
+        return _own(torch.embedding(weight, indices, padding, by_frequency))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -124,6 +125,33 @@ class _Embedding(torch.autograd.Function):
         rows = weight.shape[0]
         ctx.later.add(weight, lambda: aten.embedding_dense_backward(gradient, indices, rows, *ctx.how))
         return (None,) * 5
+
+
+class _Addmm(torch.autograd.Function):
+    """A linear layer whose weight lies the other way, as GPT-2 has them."""
+
+    @staticmethod
+    def forward(ctx: Any, later: PutOff, bias: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.later, ctx.bias = later, bias
+        ctx.save_for_backward(inputs, weight)
+        return _own(torch.addmm(bias, inputs, weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        ctx.later.add(weight, lambda: inputs.t().to(gradient.dtype) @ gradient)
+        ctx.later.add(ctx.bias, lambda: gradient.sum(0))
+        needed = ctx.needs_input_grad[2]
+        return None, None, (gradient @ weight.t().to(gradient.dtype)).to(inputs.dtype) if needed else None, None
+
+
+def _own(result: Tensor) -> Tensor:
+    """The same memory, but no view to autograd, which forbids in-place operations on views that a function returns.
+
+    A linear layer reshapes its product for inputs with three or more dimensions. No one else sees what it reshaped.
+    """
+    return aten._unsafe_view.default(result, result.shape) if result._is_view() else result
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -136,35 +164,17 @@ def _as_list(value: Any, length: int) -> list[int]:
 
 
 def _linear(later: PutOff, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    return _apply(_Linear, later, inputs, weight, bias) if _can_wait(weight, bias) else NotImplemented
+    return _apply(_Linear, later, inputs, weight, bias) if later.takes(weight, bias) else NotImplemented
 
 
 def _addmm(later: PutOff, bias: Tensor, inputs: Tensor, weight: Tensor) -> Any:
-    """A linear layer whose weight lies the other way, as GPT-2 has them."""
-    if not _can_wait(weight, bias) or bias.dim() != 1:
-        return NotImplemented
-    return _apply(_Product, later, inputs, weight) + bias
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, later: PutOff, inputs: Tensor, weight: Tensor) -> Tensor:
-        ctx.later = later
-        ctx.save_for_backward(inputs, weight)
-        return inputs @ weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        inputs, weight = ctx.saved_tensors
-        ctx.later.add(weight, lambda: inputs.t().to(gradient.dtype) @ gradient)
-        needed = ctx.needs_input_grad[1]
-        return None, (gradient @ weight.t().to(gradient.dtype)).to(inputs.dtype) if needed else None, None
+    plain = later.takes(weight, bias) and bias.dim() == 1
+    return _apply(_Addmm, later, bias, inputs, weight) if plain else NotImplemented
 
 
 def _convolution(function: Any) -> Callable[..., Any]:
     def replaced(later: PutOff, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Any:
-        plain = _can_wait(weight, bias) and inputs.dim() == weight.dim() and not any(isinstance(r, str) for r in rest)
+        plain = later.takes(weight, bias) and inputs.dim() == weight.dim() and not any(isinstance(r, str) for r in rest)
         return _apply(_Convolution, later, function, inputs, weight, bias, *rest) if plain else NotImplemented
 
     return replaced
@@ -173,7 +183,7 @@ def _convolution(function: Any) -> Callable[..., Any]:
 def _embedding(
     later: PutOff, weight: Tensor, indices: Tensor, padding: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
-    if sparse or not _can_wait(weight):
+    if sparse or not later.takes(weight):
         return NotImplemented
     return _apply(_Embedding, later, weight, indices, padding, by_frequency)
 

@@ -187,7 +187,7 @@ class EmulatedTransport:
         self.begin_all_reduce(tensor, workers).wait(timeout_s)
 
     def carries(self, workers: tuple[int, ...]) -> bool:
-        return self._network.carries([self._devices[worker] for worker in workers])
+        return self._network.cluster.carries([self._devices[worker] for worker in workers])
 
     def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
         devices = [self._devices[worker] for worker in workers]

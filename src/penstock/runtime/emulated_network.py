@@ -119,10 +119,6 @@ class EmulatedNetwork:
                 del self._rings[workers, call]
             return ring.transfer
 
-    def carries(self, devices: Sequence[int]) -> bool:
-        """Whether an all-reduce among these devices goes on while they compute."""
-        return not self.cluster.slowest_link(devices).ring_by_workers
-
     def _around(self, devices: Sequence[int], num_bytes: float) -> Transfer:
         traffic = ring_allreduce(num_bytes, len(devices))
         ports = frozenset(port for pair in pairwise([*devices, devices[0]]) for port in self.cluster.ports(*pair))

@@ -197,6 +197,7 @@ class _Layer:
     def __init__(self, timer: Timer, section: Section, leaves: Mapping[str, Tensor]) -> None:
         self.timer, self.section = timer, section
         self.leaves = {name: leaves[name] for name in section.parameters}
+        self.trained = frozenset(id(leaf) for leaf in self.leaves.values() if leaf.requires_grad)
         self.buffers = {name: buffer.clone() for name, buffer in section.module.named_buffers()}
         self.sent: tuple[Any, ...] = ()
         self.loss: Tensor | None = None
@@ -205,7 +206,7 @@ class _Layer:
     def forward(self, given: Sequence[Any], values: Values, target: Any, *, in_halves: bool) -> float:
         arguments = [given[position] for position in self.section.reads]
         arguments += [values[name] for name in self.section.receives]
-        self.later = PutOff() if in_halves else None
+        self.later = PutOff(self.trained) if in_halves else None
 
         def compute() -> None:
             with nullcontext() if self.later is None else Deferring(self.later):

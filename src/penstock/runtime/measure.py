@@ -79,6 +79,7 @@ def profile_job(
         microbatch_size=first.trial.samples,
         threads=threads,
         precision=job.precision,
+        sync_batch_norm=job.sync_batch_norm,
         graph=graph,
         seconds={kind: measurement.seconds(first, updates)},
         load_s=first.load_s,

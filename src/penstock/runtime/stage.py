@@ -82,7 +82,8 @@ class StageModule:
         read, by name. What is received must be leaf tensors. ``staleness`` is what the gradient's will be."""
         leaves = {name: received[name] for name in self.section.receives}
         arguments = [inputs[position] for position in self.section.reads] + list(leaves.values())
-        version, later = self.weights.acquire(version_number, staleness), PutOff()
+        version = self.weights.acquire(version_number, staleness)
+        later = PutOff(version.trained_ids)
         if self._recorder is None:
             made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target, later)
             self._in_flight[microbatch] = _InFlight(version, leaves, lambda: made, later)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.assemble import Assembly
+from penstock.runtime.buffers import ReplicaBuffers
 from penstock.runtime.checkpoint import Checkpoint, Tensors, read_index
 from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.portable import load_weights
@@ -29,6 +30,8 @@ class WorkerState:
     """what the model has and no stage needs, at the first worker"""
     names: Mapping[str, str]
     """every key of the model's state_dict -> the name by which the stages know the tensor"""
+    replica_buffers: Sequence[ReplicaBuffers] = ()
+    """buffers that replicas average; they start again from what is loaded"""
 
     def snapshot(self, stage: int) -> dict[str, Tensor]:
         """Copies in host memory of what this worker gives of a stage, as it is now."""
@@ -54,7 +57,7 @@ class WorkerState:
         index, tensors = read_index(directory), Tensors(directory)
         held = self._model()
         tensors.load_into({f"model/{name}": tensor for name, tensor in held.items()})
-        self._spread(held)
+        self._loaded(held)
         parameters: dict[str, list[tuple[nn.Parameter, Optimizers]]] = defaultdict(list)
         for stage in self.stages.values():
             for name, parameter in stage.weights.parameters.items():
@@ -72,7 +75,7 @@ class WorkerState:
         """Start from the weights of a safetensors file or a state_dict."""
         held = self._model()
         load_weights(file, self.names, held)
-        self._spread(held)
+        self._loaded(held)
 
     def _model(self) -> dict[str, Tensor]:
         held = dict(self.unused)
@@ -81,12 +84,17 @@ class WorkerState:
             held |= stage.section.buffers
         return held
 
-    def _spread(self, held: Mapping[str, Tensor]) -> None:
-        """Two stages of a worker that share a weight have a copy each."""
+    def _loaded(self, held: Mapping[str, Tensor]) -> None:
+        """Bring what depends on the model's tensors up to date with them, after all workers have loaded the same.
+
+        Two stages of a worker that share a weight have a copy each; replicas average the changes of their buffers.
+        """
         for stage in self.stages.values():
             for name, parameter in stage.weights.parameters.items():
                 if parameter.data_ptr() != held[name].data_ptr():
                     parameter.data.copy_(held[name])
+        for buffers in self.replica_buffers:
+            buffers.agree()
 
 
 def state_of(assembly: Assembly) -> WorkerState:
@@ -110,7 +118,7 @@ def state_of(assembly: Assembly) -> WorkerState:
         unused = {
             name: blueprint.value_of(model[name], worker.device).detach() for name in names.values() if name not in used
         }
-    return WorkerState(stages=stages, gives=gives, unused=unused, names=names)
+    return WorkerState(stages=stages, gives=gives, unused=unused, names=names, replica_buffers=assembly.buffers)
 
 
 def state_dict_names(model: nn.Module) -> dict[str, str]:

@@ -53,9 +53,10 @@ class GradientSync:
         self._under_way: _Summing | None = None
 
     def begin(self, weights: Weights, round_index: int) -> None:
-        """Sum what becomes final in the midst of the round's last backward, which is about to run, as it does."""
+        """Start all-reducing gradients while the last backward of the round, which is about to run, is still running
+        (overlap), if the transport can."""
         summing = self._summing([weights], round_index)
-        if summing.goes_on_by_itself:
+        if summing.is_carried:
             self._under_way, weights.on_final = summing, summing.final
 
     def run(self, stages: Sequence[Weights], round_index: int) -> None:
@@ -103,11 +104,13 @@ class _Summing:
         self._begun = 0
 
     @property
-    def goes_on_by_itself(self) -> bool:
-        return len(self._buckets) > 1 and all(bucket.is_carried for bucket in self._buckets)
+    def is_carried(self) -> bool:
+        """Whether all of it goes on while the worker computes."""
+        return all(bucket.is_carried for bucket in self._buckets)
 
     def final(self, name: str) -> None:
-        """A gradient is. Buckets begin in their order, on every worker the same."""
+        """Called when the gradient of ``name`` is complete. Starts every bucket whose gradients are all complete, in
+        bucket order, which is the same on all workers."""
         self._bucket_of[name].left -= 1
         while self._begun < len(self._buckets) and not self._buckets[self._begun].left:
             self._buckets[self._begun].begin()

@@ -347,7 +347,7 @@ def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
 
 
 def what_is_to_come(job: Job, plan: Plan, done: Checkpoint) -> Start:
-    costs, period_s = PlanCosts(plan), plan.prediction.seconds_per_minibatch
+    costs = PlanCosts(plan)
     epochs, per_epoch = job.epochs - done.epoch, len(make_epoch(job, plan, 0).minibatches)
     return Start(
         model=plan.profile.model,
@@ -357,6 +357,6 @@ def what_is_to_come(job: Job, plan: Plan, done: Checkpoint) -> Start:
         minibatches=epochs * per_epoch - done.minibatches,
         first_minibatch=done.steps,
         began_unix_s=time.time(),
-        samples_per_s=job.batch_size / period_s if period_s > 0 else None,
+        samples_per_s=plan.predicted_samples_per_s,
         memory_bytes=tuple(round(costs.memory_bytes(worker)) for worker in range(len(plan.devices))),
     )

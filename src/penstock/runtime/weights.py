@@ -39,9 +39,12 @@ class Version:
     """as it is for microbatches so many updates old"""
     trained: dict[str, Tensor] = field(init=False)
     """the leaves that gradients are found for"""
+    trained_ids: frozenset[int] = field(init=False)
+    """``id`` of each of them"""
 
     def __post_init__(self) -> None:
         self.trained = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+        self.trained_ids = frozenset(map(id, self.trained.values()))
 
 
 @dataclass(eq=False)

@@ -120,8 +120,6 @@ class Worker:
     device: torch.device
     clip: GlobalClip | None = None
     scaler: LossScaler | None = None
-    averages_early: bool = True
-    """whether gradients may be summed in the midst of the last backward of their round"""
     on_action: Callable[[Action], None] = lambda action: None
     """called after every action: progress, faults injected by tests"""
     events: EventLog = field(default_factory=EventLog)
@@ -134,8 +132,7 @@ class Worker:
         for stage in self.stages.values():
             stage.first_version = stage.weights.version
         wanted = versions_wanted(program, segment.schedule)
-        last = last_backwards(program, segment.schedule) if self.averages_early else {}
-        for action, wanted_next in zip(program, wanted, strict=True):
+        for place, (action, wanted_next) in enumerate(zip(program, wanted, strict=True)):
             self.mailbox.post_receives()
             stage = self.stages[action.stage]
             if action.kind is Kind.FORWARD:
@@ -149,8 +146,8 @@ class Worker:
                 keep = wanted_next <= stage.weights.version - stage.first_version
                 self._step(action, stage, segment, keep=keep)
             else:
-                if action in last:
-                    self.sync.begin(stage.weights, last[action])
+                if segment.schedule.overlaps_averaging(self.rank, place):
+                    self.sync.begin(stage.weights, segment.schedule.round_of(action.stage, action.index))
                 self._backward(action, stage, segment)
             self.on_action(action)
         self.mailbox.finish()
@@ -223,24 +220,6 @@ class Worker:
         if action.kind is not Kind.SYNC:
             self.busy_s += end_s - start_s
         return result
-
-
-def last_backwards(program: Sequence[Action], schedule: Schedule) -> dict[Action, int]:
-    """The backwards in which the gradients of a round become final, with the round that is averaged after them; of a
-    worker with one stage, which shares no weight with another: its groups sum nothing else in between."""
-    stages = {action.stage for action in program}
-    if len(stages) != 1 or len(schedule.pipeline.sync_stages[min(stages)]) > 1:
-        return {}
-    found: dict[Action, int] = {}
-    last: Action | None = None
-    for action in program:
-        if action.kind is Kind.BACKWARD:
-            last = action
-        elif action.kind is Kind.SYNC and last is not None:
-            if schedule.round_of(last.stage, last.index) == action.index:
-                found[last] = action.index
-            last = None
-    return found
 
 
 def versions_wanted(program: Sequence[Action], schedule: Schedule) -> list[float]:

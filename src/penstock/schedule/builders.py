@@ -71,6 +71,11 @@ class Family:
     """how stages go over the workers: one on each; or several, from the first worker to the last again and again, or to
     the last and back to the first"""
 
+    @property
+    def may_overlap(self) -> bool:
+        """Whether a schedule of this kind may average during a backward (``Schedule.overlaps_averaging``)."""
+        return self.trains and not self.halves
+
     def widest_round(self, microbatches: int) -> float:
         """How many microbatches a stage's replicas may share out in turn: where updates accumulate without a drain,
         every replica must have its share in each."""

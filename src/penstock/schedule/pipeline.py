@@ -25,6 +25,8 @@ class Pipeline:
     """groups of stages that share a parameter"""
     shares: tuple[tuple[int, ...], ...] = ()
     """of each stage, the microbatches of a round that each replica takes; by default one each"""
+    meets_in_backwards: bool = False
+    """Whether replicas all-reduce inside their backwards for another reason, as synchronised batch norm does."""
 
     def __post_init__(self) -> None:
         if not self.workers:

@@ -6,6 +6,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from penstock.errors import ScheduleError
@@ -48,6 +49,32 @@ class Schedule:
     def staleness(self, stage: int, microbatch: int) -> int:
         """The updates between a microbatch's forward and the one that its gradient is part of."""
         return self.round_of(stage, microbatch) - self.versions[stage][microbatch]
+
+    def overlaps_averaging(self, worker: int, place: int) -> bool:
+        """Whether averaging overlaps with this action of a worker, given by its place in the program.
+
+        True for the backward that completes a round, with the SYNC right behind it: each gradient is final as soon as
+        this backward has found it, so its all-reduce can start while the backward runs on. Not where backwards come in
+        halves, since gradients of weights are then made last. Only for workers with one stage and no shared weights:
+        their groups have no other all-reduce that could come in between. Worker, simulator and emulation all ask here;
+        whether the link carries an all-reduce beside computing is theirs to say.
+        """
+        program, pipeline = self.programs[worker], self.pipeline
+        if not 0 <= place < len(program) - 1:
+            return False
+        (stage, kind, microbatch), following = program[place : place + 2]
+        return (
+            kind is Kind.BACKWARD
+            and following == (stage, Kind.SYNC, self.round_of(stage, microbatch))
+            and len(pipeline.stages_of[worker]) == len(pipeline.sync_stages[stage]) == 1
+            and not pipeline.meets_in_backwards
+            and not self.takes_halves
+        )
+
+    @cached_property
+    def takes_halves(self) -> bool:
+        """Whether any backward comes in two halves; every stage then puts off the gradients of its weights."""
+        return any(kind is Kind.INPUT for program in self.programs for _, kind, _ in program)
 
     def __len__(self) -> int:
         return sum(len(program) for program in self.programs)

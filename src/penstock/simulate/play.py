@@ -216,20 +216,19 @@ class Player:
             meeting.arrive(index, max(self._free_s[each] for each in meeting.workers))
 
     def _final_s(self, worker: int, stage: int, meeting: Meeting) -> list[float]:
-        """When the buckets of a worker are: in the midst of the backward that it has just ended, if they are several
-        and it has, or now."""
-        at = self._position[worker]
-        before = self.schedule.programs[worker][at - 1] if at else None
-        if len(meeting.buckets) == 1 or before is None or before[:2] != (stage, Kind.BACKWARD):
+        """When the buckets of a worker are final: during the backward that it has just ended, where averaging overlaps
+        with that, or now."""
+        overlaps = self.schedule.overlaps_averaging(worker, self._position[worker] - 1)
+        if not overlaps or not self.plan.cluster.carries(self.plan.stages[stage].devices):
             return [self._free_s[worker]] * len(meeting.buckets)
         start_s, end_s = self._starts_s[worker][-1], self._ends_s[worker][-1]
         return [start_s + share * (end_s - start_s) for share, _ in meeting.buckets]
 
     def _part(self, workers: tuple[int, ...], at_s: float) -> None:
-        """A meeting ends."""
+        """A meeting ends: for a worker whose backward is still running, when it comes to wait for it."""
         for worker in workers:
-            self._ends_s[worker].append(at_s)
-            self._free_s[worker] = at_s
+            self._free_s[worker] = max(at_s, self._free_s[worker])
+            self._ends_s[worker].append(self._free_s[worker])
             self._position[worker] += 1
         self._runnable += workers
 
