@@ -12,6 +12,7 @@ from torch import nn
 from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
+from penstock.profile import Profile
 from penstock.runtime.batch_norm import check_lock_step, synchronise
 from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.buffers import ReplicaBuffers
@@ -54,17 +55,19 @@ class JobFeed:
 
 
 def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> tuple[Splitter, Blueprint]:
-    """The job's model, captured as it was for the plan's profile, for the device where it will run.
-
-    On the device already, because a graph remembers where the constants it makes were.
-    """
+    """The job's model, captured as it was for the plan's profile, for the device where it will run."""
     check_job(job, plan)
-    inputs, _ = load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0)
+    return capture_as_profiled(job, plan.profile, device)
+
+
+def capture_as_profiled(job: Job, profile: Profile, device: torch.device) -> tuple[Splitter, Blueprint]:
+    """On the device already, because a graph remembers where the constants it makes were."""
+    inputs, _ = load_batch(job, range(min(profile.microbatch_size, len(job.data))), seed=0)
     inputs, others = to_device((inputs, inputs_of_other_shapes(job, inputs)), device)
     blueprint = blueprint_of(job, device)
     blueprint.model.train()  # for modules that the graph calls whole
     splitter = Splitter(capture(blueprint.model, inputs, others))
-    check_same_model(splitter, (layer.name for layer in plan.profile.graph.layers), "the plan")
+    check_same_model(splitter, (layer.name for layer in profile.graph.layers), "the plan")
     return splitter, blueprint
 
 

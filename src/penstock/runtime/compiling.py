@@ -32,4 +32,5 @@ def compiled(section: Section) -> Section:
     for module in section.module.modules():
         if isinstance(module, Keyed):  # the seed is another one each time: not a part of what is compiled
             module.seed = torch.compiler.disable(module.seed)  # type: ignore[method-assign, no-untyped-call]
-    return replace(section, functional=torch.compile(call))
+    # With its own way to draw, torch.compile would draw other numbers than the plain stage.
+    return replace(section, functional=torch.compile(call, options={"fallback_random": True}))

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.job import Job
 from penstock.plan import Plan
-from penstock.runtime.assemble import capture_for_plan
+from penstock.runtime.assemble import capture_as_profiled
 from penstock.runtime.batch_norm import normalises_by_batch
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.measure import to_device
@@ -36,7 +36,7 @@ class Reference:
 def reference_of(job: Job, plan: Plan) -> Reference:
     """The unmodified model; if it may draw random numbers, its captured graph, which draws them as workers do."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    splitter, blueprint = capture_for_plan(job, plan, device)
+    splitter, blueprint = capture_as_profiled(job, plan.profile, device)
     captured = splitter.captured
     if not splitter.draws:
         model = blueprint.whole(device)
