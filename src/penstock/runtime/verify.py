@@ -74,7 +74,7 @@ def save_gradients(assembly: Assembly, directory: Path) -> None:
     worker.scaler = None  # no update follows that would take the scale out of the gradients again
     worker.run(segment)
     tensors = {
-        f"{index}/{name}": gradient.cpu().clone()
+        f"{index}/{name}": gradient.cpu().clone(memory_format=torch.contiguous_format)
         for index, stage in worker.stages.items()
         for name, gradient in stage.weights.gradients.items()
     }
