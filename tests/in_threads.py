@@ -26,7 +26,7 @@ from penstock.runtime.measure import profile_job
 from penstock.runtime.state import state_of
 from penstock.runtime.train import parts_left
 from penstock.runtime.transport import LocalExchange, LocalTransport
-from penstock.runtime.verify import compare, save_gradients, without_dropout
+from penstock.runtime.verify import compare, save_gradients
 from penstock.runtime.worker import OwnStage
 from penstock.schedule import Action, family
 from penstock.schedule.builders import position_on
@@ -221,9 +221,7 @@ def check_same_gradients(plan: Plan, make: Callable[[], Job], tolerance: float =
     """What `penstock verify` does, on threads: the loss and every gradient are those of one process."""
 
     with tempfile.TemporaryDirectory() as directory:
-        run_in_threads(
-            plan, lambda: without_dropout(make()), work=lambda assembly: save_gradients(assembly, Path(directory))
-        )
+        run_in_threads(plan, make, work=lambda assembly: save_gradients(assembly, Path(directory)))
         found = compare(make(), plan, Path(directory))
     assert found.passed, found
     assert found.largest_difference < tolerance, found

@@ -75,6 +75,23 @@ def test_a_compiled_stage_recomputes_the_same_dropout_and_is_evaluated_without()
     assert losses == pytest.approx([expected] * 2, rel=1e-2)
 
 
+def test_a_compiled_stage_draws_what_a_plain_one_does_and_compiles_no_seed() -> None:
+    def make() -> Job:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 4))
+        return replace(make_job("undecided", samples=20), model=model)
+
+    plan = even_plan(profile(make()), (1, 1), "1f1b", 2)
+    plain, compiled = (
+        run_in_threads(plan, lambda each=each: replace(make(), compile=each), timeout_s=200)  # type: ignore[misc]
+        for each in (False, True)
+    )
+    losses = [assemblies[1].worker.stages[1].module.losses for assemblies in (plain, compiled)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(set(losses[0].values())) == 10
+    assert counters["stats"]["unique_graphs"] == 4, "each stage before and after its dropout, for all microbatches"
+
+
 def test_without_a_compiler_a_job_that_compiles_says_what_to_do() -> None:
     plan = even_plan(profile_of("conv"), (1,), "1f1b", 2)
     with (

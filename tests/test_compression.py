@@ -32,7 +32,7 @@ from penstock.runtime.handed_in import edge_errors
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.payload import layout_of
 from penstock.runtime.transport import Channel, LocalExchange, LocalTransport, Pending
-from penstock.runtime.verify import compare, save_gradients, without_dropout
+from penstock.runtime.verify import compare, save_gradients
 from penstock.schedule import Action, Kind, Pipeline, build_schedule
 from penstock.simulate import simulate
 from test_worker import single_process
@@ -258,9 +258,7 @@ def test_stages_of_one_worker_hand_over_exactly() -> None:
 )
 def test_verification_finds_gradients_within_what_the_compression_allows(tmp_path: Path, name: str, sends: str) -> None:
     plan = sending(even_plan(profile_of(name), (1, 1, 1), "1f1b", 2), sends)
-
-    make = lambda: without_dropout(make_job(name))  # noqa: E731
-    run_in_threads(plan, make, work=lambda assembly: save_gradients(assembly, tmp_path))
+    run_in_threads(plan, lambda: make_job(name), work=lambda assembly: save_gradients(assembly, tmp_path))
     found = compare(make_job(name), plan, tmp_path)
     assert found.passed
     assert (found.compression, found.tolerance) == (sends, COMPRESSIONS[sends].tolerance)

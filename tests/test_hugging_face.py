@@ -16,7 +16,6 @@ from in_threads import check_same_gradients, even_plan, only_stage, profile, run
 from models import sgd
 from penstock import Job
 from penstock.profile import Profile
-from penstock.runtime.verify import without_dropout
 from test_shapes import padded
 from test_worker import check_same_weights, single_process
 
@@ -103,7 +102,11 @@ def test_the_embedding_that_is_also_the_head_stays_one_weight(
     model: Callable[[], nn.Module], name: str, schedule: str
 ) -> None:
     def make() -> Job:
-        return without_dropout(make_job(model))
+        job = make_job(model)
+        for module in job.model.modules():  # type: ignore[union-attr]
+            if isinstance(module, nn.Dropout):  # the plain model draws other numbers
+                module.p = 0.0
+        return job
 
     plan = even_plan(profile_of(model), (1, 2, 1), schedule, microbatches=2)
     assemblies = run_in_threads(plan, make)

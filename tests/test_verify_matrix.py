@@ -10,18 +10,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from builders import LOOPED, SYNCHRONOUS, TRAINING
 from in_threads import (
     check_same_gradients,
     even_plan,
     looped_plan,
+    profile,
     profile_of,
     run_in_threads,
     train,
     with_batch_size,
 )
 from models import make_job
+from penstock import Job
 from penstock.errors import ScheduleError
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, make_epoch
@@ -137,6 +140,25 @@ def test_every_schedule_is_simulated_with_costs(plan: Plan) -> None:
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_fewer_microbatches_than_stages(schedule: str) -> None:
     check_same_gradients(even_plan(profile_of("tied"), (1, 1, 1), schedule, 1), functools.partial(make_job, "tied"))
+
+
+class ChannelsLast(nn.Module):
+    """As ConvNeXt: a norm over channels, which leaves them last in memory, before a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(1, 4, 1), nn.LayerNorm(4), nn.Conv2d(4, 4, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)).mean((2, 3))  # type: ignore[no-any-return]
+
+
+def test_gradients_that_are_not_contiguous_are_compared() -> None:
+    def make() -> Job:
+        job = make_job("conv")
+        return replace(job, model=ChannelsLast())
+
+    check_same_gradients(even_plan(profile(make()), (1,), "zb-h1", 2), make)
 
 
 # --- what users of any pipeline take for granted

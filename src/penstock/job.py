@@ -62,7 +62,8 @@ class Job:
     """samples per minibatch, which is one optimizer step"""
     epochs: int = 1
     seed: int = 0
-    """of the order of the samples, of dropout, and of the initial values if ``model`` is a function"""
+    """of the order of the samples, of all random numbers that samples and layers draw, and of the initial values if
+    ``model`` is a function"""
     collate: Callable[[list[Any]], Any] | None = None
     """turns a list of samples into a batch; torch's default_collate if not given"""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None

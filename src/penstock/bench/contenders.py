@@ -53,10 +53,10 @@ class _SameBatch:
 
     parts: Sequence[tuple[Sequence[Any], Any]]
 
-    def seed(self, microbatch: int, stage: int) -> None:
-        pass
+    def key(self, microbatch: int) -> int:
+        return microbatch
 
-    def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
+    def load(self, microbatch: int, *, inputs: bool = True, target: bool = True) -> tuple[Sequence[Any], Any]:
         return self.parts[microbatch % len(self.parts)]
 
 

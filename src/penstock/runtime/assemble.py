@@ -12,16 +12,19 @@ from torch import nn
 from penstock.errors import PlanError
 from penstock.job import Job
 from penstock.plan import Plan
+from penstock.profile import Profile
 from penstock.runtime.batch_norm import check_lock_step, synchronise
 from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.buffers import ReplicaBuffers
 from penstock.runtime.capture import Captured, capture
 from penstock.runtime.compiling import compiled
-from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch, microbatch_seed, seed_random
+from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch, microbatch_key
+from penstock.runtime.grouping import LOSS
 from penstock.runtime.mailbox import Edge, Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.optimizers import scaled_rates
 from penstock.runtime.precision import LossScaler, autocast_for
+from penstock.runtime.randomness import keyed_function
 from penstock.runtime.split import Splitter, check_same_model
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync, owners_of_parameters
@@ -35,37 +38,36 @@ from penstock.sync import sync_policy
 
 @dataclass(frozen=True)
 class JobFeed:
-    """Reads microbatches of one epoch.
-
-    A stage's random numbers for a microbatch are its own: dropout is the same whichever replica runs it, whenever it
-    does, and also in a run that goes on from a checkpoint.
-    """
+    """Reads microbatches of one epoch."""
 
     job: Job
     epoch: Epoch
     captured: Captured
     device: torch.device
 
-    def seed(self, microbatch: int, stage: int) -> None:
-        seed_random(microbatch_seed(self.epoch, microbatch, stage), self.device)
+    def key(self, microbatch: int) -> int:
+        return microbatch_key(self.epoch, microbatch)
 
-    def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
-        inputs, target = to_device(load_microbatch(self.job, self.epoch, microbatch), self.device)
-        return self.captured.bind(inputs), target
+    def load(self, microbatch: int, *, inputs: bool = True, target: bool = True) -> tuple[Sequence[Any], Any]:
+        given, wanted = load_microbatch(self.job, self.epoch, microbatch)
+        bound = self.captured.bind(to_device(given, self.device)) if inputs else ()
+        return bound, to_device(wanted, self.device) if target else None
 
 
 def capture_for_plan(job: Job, plan: Plan, device: torch.device) -> tuple[Splitter, Blueprint]:
-    """The job's model, captured as it was for the plan's profile, for the device where it will run.
-
-    On the device already, because a graph remembers where the constants it makes were.
-    """
+    """The job's model, captured as it was for the plan's profile, for the device where it will run."""
     check_job(job, plan)
-    inputs, _ = load_batch(job, range(min(plan.profile.microbatch_size, len(job.data))), seed=0)
+    return capture_as_profiled(job, plan.profile, device)
+
+
+def capture_as_profiled(job: Job, profile: Profile, device: torch.device) -> tuple[Splitter, Blueprint]:
+    """On the device already, because a graph remembers where the constants it makes were."""
+    inputs, _ = load_batch(job, range(min(profile.microbatch_size, len(job.data))), seed=0)
     inputs, others = to_device((inputs, inputs_of_other_shapes(job, inputs)), device)
     blueprint = blueprint_of(job, device)
     blueprint.model.train()  # for modules that the graph calls whole
     splitter = Splitter(capture(blueprint.model, inputs, others))
-    check_same_model(splitter, (layer.name for layer in plan.profile.graph.layers), "the plan")
+    check_same_model(splitter, (layer.name for layer in profile.graph.layers), "the plan")
     return splitter, blueprint
 
 
@@ -221,6 +223,7 @@ def _own_stages(
     timeout_s: float,
 ) -> Iterator[OwnStage]:
     rebuild, pipeline = splitter.captured.rebuild_output, plan.pipeline
+    loss = keyed_function(job.loss, LOSS)
     taken: set[str] = set()
     for index in pipeline.stages_of[transport.rank]:
         section = blueprint.filled(splitter.section(plan.stages[index].layers), device)
@@ -240,7 +243,7 @@ def _own_stages(
             module=StageModule(
                 section,
                 Weights(parameters, optimizer, job.scheduler, job.remedy if plan.is_asynchronous else None),
-                lambda output, target: job.loss(rebuild(output), target),
+                lambda output, target: loss(rebuild(output), target),
                 recompute=plan.stages[index].recompute,
                 in_halves=plan.takes_halves,
                 autocast=autocast_for(job.precision, device),

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import JobError, PlanError
@@ -52,12 +52,17 @@ def synchronise(
         )
     module = section.module
     for index, node in enumerate(list(module.graph.nodes)):
-        if node.target is _BATCH_NORM and node.args[5]:
+        if normalises_by_batch(node):
             name = f"synchronised_batch_norm_{index}"
             module.add_submodule(name, _Synchronised(replicas, transport, timeout_s))
             node.op, node.target = "call_module", name
             node.args = (*node.args[:5], *node.args[6:8])  # without the mode, and which kernel to take
     module.recompile()
+
+
+def normalises_by_batch(node: fx.Node) -> bool:
+    """Whether an operation is a batch norm that takes its statistics from the batch."""
+    return node.target is _BATCH_NORM and bool(node.args[5])
 
 
 class _Synchronised(nn.Module):

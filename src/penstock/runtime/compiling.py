@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from penstock.errors import JobError
+from penstock.runtime.randomness import Keyed
 from penstock.runtime.split import Section
 
 
@@ -28,4 +29,8 @@ def compiled(section: Section) -> Section:
     def call(*arguments: Any, **options: Any) -> Any:
         return torch.func.functional_call(*arguments, **options)
 
-    return replace(section, functional=torch.compile(call))
+    for module in section.module.modules():
+        if isinstance(module, Keyed):  # the seed is another one each time: not a part of what is compiled
+            module.seed = torch.compiler.disable(module.seed)  # type: ignore[method-assign, no-untyped-call]
+    # With its own way to draw, torch.compile would draw other numbers than the plain stage.
+    return replace(section, functional=torch.compile(call, options={"fallback_random": True}))

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from penstock.errors import JobError
 from penstock.job import Job
+from penstock.runtime.randomness import generators_put_back, mixed, seed_all
 from penstock.sampling import Epoch
 
 _PROBES, _PROBE_SAMPLES = 8, 2
+_COLLATE = -1
 
 
-def load_batch(job: Job, indices: Iterable[int], seed: int) -> tuple[Any, Any]:
-    """The inputs and target of these samples.
+def load_batch(job: Job, indices: Iterable[int], seed: int, number: int = 0) -> tuple[Any, Any]:
+    """The inputs and target of these samples, as batch ``number``.
 
-    A random transform draws from ``seed``, so that the stage that reads inputs and the one that reads targets see
-    the same samples.
+    A random transform of a sample draws by ``seed`` and the sample's index, from torch's, Python's or numpy's
+    generator; ``Job.collate`` draws by ``seed`` and ``number``. So every stage that reads a batch gets the same, and a
+    sample does not depend on the batch that it falls into. The generators are put back.
     """
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        samples = [job.data[index] for index in indices]
-        batch = (job.collate or default_collate)(samples)
-    finally:
-        generator.set_state(before)
+    stored = _is_stored(job.data)
+    with nullcontext() if stored and job.collate is None else generators_put_back():
+        samples = [job.data[i] for i in indices] if stored else [_sample(job, i, seed) for i in indices]
+        if job.collate is None:
+            batch = default_collate(samples)
+        else:
+            seed_all(mixed(seed, number, _COLLATE))
+            batch = job.collate(samples)
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise JobError(
             f"a batch of the job's data is {type(batch).__name__}, not (inputs, target); "
@@ -39,12 +43,22 @@ def load_batch(job: Job, indices: Iterable[int], seed: int) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def _is_stored(data: Any) -> bool:
+    """Whether the samples are there already, so that to take one draws no random number."""
+    return type(data) in (list, tuple, TensorDataset) or (type(data) is Subset and _is_stored(data.dataset))
+
+
+def _sample(job: Job, index: int, seed: int) -> Any:
+    seed_all(mixed(seed, index))
+    return job.data[index]
+
+
 def inputs_of_other_shapes(job: Job, inputs: Any) -> list[Any]:
     """Inputs of small batches from all over the data that differ from these in more than the number of samples."""
     found = {_sizes(inputs): inputs}
     last = len(job.data) - _PROBE_SAMPLES
     for start in sorted({max(0, last * probe // (_PROBES - 1)) for probe in range(_PROBES)}):
-        other, _ = load_batch(job, range(start, min(start + _PROBE_SAMPLES, len(job.data))), seed=start)
+        other, _ = load_batch(job, range(start, min(start + _PROBE_SAMPLES, len(job.data))), seed=0)
         found.setdefault(_sizes(other), other)
     return list(found.values())[1:]
 
@@ -54,17 +68,10 @@ def _sizes(inputs: Any) -> tuple[torch.Size, ...]:
 
 
 def load_microbatch(job: Job, epoch: Epoch, microbatch: int) -> tuple[Any, Any]:
-    return load_batch(job, epoch.indices(microbatch), microbatch_seed(epoch, microbatch))
+    seed = mixed(epoch.seed, epoch.number)
+    return load_batch(job, epoch.indices(microbatch), seed, epoch.first_microbatch + microbatch)
 
 
-def microbatch_seed(epoch: Epoch, microbatch: int, *user: int) -> int:
-    """Of the random numbers that go with a microbatch, for its samples or for another user, wherever it runs."""
-    numbers = (epoch.seed, epoch.number, epoch.first_microbatch + microbatch, *user)
-    return hash(numbers) % 2**63  # of integers only: the same in every process
-
-
-def seed_random(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed does, for the one device: that takes 1 µs, and all devices take 80."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+def microbatch_key(epoch: Epoch, microbatch: int) -> int:
+    """By which the layers draw random numbers for a microbatch, wherever it runs."""
+    return mixed(epoch.seed, epoch.number, epoch.first_microbatch + microbatch)

@@ -92,10 +92,10 @@ def usual_dilation(plan: Plan, schedule: Schedule, minibatches: int) -> float:
 class _NoData:
     """No emulated stage reads any."""
 
-    def seed(self, microbatch: int, stage: int) -> None:
-        pass
+    def key(self, microbatch: int) -> int:
+        return 0
 
-    def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
+    def load(self, microbatch: int, *, inputs: bool = True, target: bool = True) -> tuple[Sequence[Any], Any]:
         raise AssertionError("an emulated stage reads no data")
 
 

@@ -118,6 +118,8 @@ class EmulatedStage(StageModule):
         target: Any,
         version_number: int | None = None,
         staleness: int = 0,
+        *,
+        key: int = 0,
     ) -> dict[str, Tensor]:
         with self._clock.lasting(self._seconds[Kind.FORWARD]):
             self._kept[microbatch] = _Kept(self.weights.acquire(version_number, staleness), received)

@@ -24,9 +24,11 @@ from penstock.runtime.capture import capture
 from penstock.runtime.compiling import compiled
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.events import EventLog
+from penstock.runtime.grouping import LOSS
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.precision import Autocast, autocast_for
+from penstock.runtime.randomness import drawing, keyed_function
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.stage import StageModule
 from penstock.runtime.weights import Weights
@@ -56,7 +58,7 @@ class Evaluator:
         for source, target in sorted(edges):
             sources[target].append(source)
         self.pipeline = replace(plan.pipeline, reads=tuple(tuple(sources[s]) for s in range(len(stages))))
-        rebuild = self.splitter.captured.rebuild_output
+        rebuild, loss = self.splitter.captured.rebuild_output, keyed_function(job.loss, LOSS)
         self.stages: dict[int, _EvaluationStage] = {}
         for index, own in trained.stages.items():
             section = self.splitter.section(stages[index])
@@ -64,7 +66,7 @@ class Evaluator:
             self.stages[index] = _EvaluationStage(
                 compiled(section) if job.compile else section,
                 own.weights,
-                lambda output, target: job.loss(rebuild(output), target),
+                lambda output, target: loss(rebuild(output), target),
                 metrics=lambda output, target: _measured(job, rebuild(output), target),
                 autocast=autocast_for(job.precision, trained.device),
             )
@@ -99,7 +101,7 @@ class Evaluator:
             seed=self.job.seed,
         )
         modules = [stage.section.module for stage in self.stages.values()]
-        with _eval_mode(modules), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with _eval_mode(modules):
             for part in epoch.parts(max(1, MOST_AHEAD // self.plan.microbatches)):
                 self._meet()  # the messages of all that came before have arrived
                 self.worker.run(self._segment(part))
@@ -157,11 +159,13 @@ class _EvaluationStage(StageModule):
         target: Any,
         version_number: int | None = None,
         staleness: int = 0,
+        *,
+        key: int = 0,
     ) -> dict[str, Tensor]:
         arguments = [inputs[position] for position in self.section.reads]
         arguments += [received[name] for name in self.section.receives]
         version = self.weights.acquire(version_number)
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._autocast(), drawing(key):
             values, output = self.section.run(version.leaves, arguments)
             if self.section.makes_output:
                 self.measured[microbatch] = [float(self._loss(output, target)), *self._metrics(output, target)]

@@ -26,6 +26,7 @@ from penstock.runtime.blueprint import Blueprint
 from penstock.runtime.capture import Captured
 from penstock.runtime.deferred import Deferring, PutOff
 from penstock.runtime.precision import Autocast
+from penstock.runtime.randomness import drawing
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.stage import StageModule
 from penstock.runtime.weights import Weights
@@ -106,7 +107,7 @@ class Timer:
         self, section: Section, leaves: Mapping[str, Tensor], arguments: Sequence[Any], buffers: Values, target: Any
     ) -> tuple[tuple[Any, ...], Tensor | None]:
         """Forward: the values that a section sends, and the loss if it makes the model's output."""
-        with torch.enable_grad(), self.autocast():
+        with torch.enable_grad(), self.autocast(), drawing(0):  # seeded as in training, which takes time too
             sent, output = section.run(leaves, arguments, buffers)
             return sent, self._loss(output, target) if section.makes_output else None
 

@@ -28,17 +28,12 @@ class Replay:
     arguments: Sequence[Any]
     buffers: Mapping[Tensor, Tensor]
     """the section's own -> what was in it"""
-    random: tuple[Tensor, ...]
-    """states of the generators: the CPU's, then the current GPU's if there is one"""
 
     def run(self) -> Computed:
-        """Compute again. The section's buffers and the stream of random numbers stay where they are."""
+        """Compute again, by the same key of random numbers. The section's buffers stay where they are."""
         copies = {buffer: old.clone() for buffer, old in self.buffers.items()}
         named = self.section.module.named_buffers(remove_duplicate=False)
-        with torch.random.fork_rng(devices=_gpus()):
-            for state, set_state in zip(self.random, (torch.set_rng_state, torch.cuda.set_rng_state), strict=False):
-                set_state(state)
-            return self.section.run(self.leaves, self.arguments, {name: copies[buffer] for name, buffer in named})
+        return self.section.run(self.leaves, self.arguments, {name: copies[buffer] for name, buffer in named})
 
 
 class Recorder:
@@ -54,7 +49,6 @@ class Recorder:
             leaves=leaves,
             arguments=arguments,
             buffers=self._buffers_now(),
-            random=(torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus())),
         )
         with torch.enable_grad():
             return self.section.run(leaves, pytree.tree_map(_safe_to_overwrite, arguments)), replay
@@ -76,7 +70,3 @@ def forgotten(made: Tensor) -> Tensor:
 def _safe_to_overwrite(argument: Any) -> Any:
     """A copy, as operations in place may write into it. Where a gradient is owed, autograd forbids them anyway."""
     return argument.clone() if isinstance(argument, Tensor) and not argument.requires_grad else argument
-
-
-def _gpus() -> list[int]:
-    return [torch.cuda.current_device()] if torch.cuda.is_available() else []

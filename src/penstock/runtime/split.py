@@ -18,6 +18,7 @@ from penstock.errors import PlanError
 from penstock.runtime.capture import Captured
 from penstock.runtime.grouping import is_number, is_operation
 from penstock.runtime.inplace import base_of, mutated_arguments
+from penstock.runtime.randomness import keyed, may_draw, name_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,11 @@ class Section:
                 holder[key] = before
         return result
 
+    def hold(self, leaves: Mapping[str, Tensor]) -> None:
+        """Put the given tensors into the module, in place of its parameters."""
+        for name, (holder, key) in self._parameter_slots:
+            holder[key] = leaves[name]
+
     @cached_property
     def _parameter_slots(self) -> list[tuple[str, _Slot]]:
         """Where the module keeps each parameter: finding them takes as long as small layers do."""
@@ -95,6 +101,16 @@ class Splitter:
     @cached_property
     def layer_of(self) -> dict[fx.Node, int]:
         return {node: index for index, layer in enumerate(self.captured.layers) for node in layer.nodes}
+
+    @cached_property
+    def draws(self) -> dict[fx.Node, int]:
+        """The operations that may draw random numbers, each with a number of its own: by the layer's name and its place
+        among those of the layer. So it does not depend on how layers are put into sections."""
+        return {
+            node: name_number(f"{layer.name}/{place}")
+            for layer in self.captured.layers
+            for place, node in enumerate(node for node in layer.nodes if may_draw(node, self.captured.root))
+        }
 
     @property
     def loss_layer(self) -> int:
@@ -160,8 +176,11 @@ class Splitter:
         sent = [node for node in nodes if any(reader not in members for reader in self.consumers.get(node, ()))]
         output = fx.map_arg(self._output_node.args[0], copied) if has_loss else None
         graph.output((tuple(copies[node] for node in sent), output))
-        module = fx.GraphModule(self._targets(graph), graph)
-        parameters = self._parameters(graph.nodes)
+        parameters, targets = self._parameters(graph.nodes), self._targets(graph)
+        for node in nodes:
+            if node in self.draws:
+                keyed(copies[node], targets, self.draws[node])
+        module = fx.GraphModule(targets, graph)
         local: dict[str, list[str]] = {name: [] for name in parameters}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             local[self.captured.canonical_names[id(parameter)]].append(name)

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.errors import WorkerError
 from penstock.runtime.deferred import Deferring, PutOff
 from penstock.runtime.precision import Autocast
+from penstock.runtime.randomness import drawing
 from penstock.runtime.recompute import Computed, Recorder, forgotten
 from penstock.runtime.split import Section
 from penstock.runtime.weights import Version, Weights
@@ -77,26 +78,30 @@ class StageModule:
         target: Any,
         version_number: int | None = None,
         staleness: int = 0,
+        *,
+        key: int = 0,
     ) -> dict[str, Tensor]:
         """Compute on a version of the weights, the newest if none is named, and return the values that other stages
-        read, by name. What is received must be leaf tensors. ``staleness`` is what the gradient's will be."""
+        read, by name. What is received must be leaf tensors. ``staleness`` is what the gradient's will be. Layers draw
+        random numbers by ``key``."""
         leaves = {name: received[name] for name in self.section.receives}
         arguments = [inputs[position] for position in self.section.reads] + list(leaves.values())
         version = self.weights.acquire(version_number, staleness)
         later = PutOff(version.trained_ids)
         if self._recorder is None:
-            made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target, later)
+            made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target, later, key)
             self._in_flight[microbatch] = _InFlight(version, leaves, lambda: made, later)
             return made.sent
-        with self._autocast():
+        with self._autocast(), drawing(key):
             (values, _), replay = self._recorder.run(version.leaves, arguments)
-        make = partial(self._make, replay.run, microbatch, target, later)
+        make = partial(self._make, replay.run, microbatch, target, later, key)
         self._in_flight[microbatch] = _InFlight(version, leaves, make, later)
         return {name: forgotten(value) for name, value in self._by_name(values).items()}
 
-    def _make(self, compute: Callable[[], Computed], microbatch: int, target: Any, later: PutOff) -> _Made:
+    def _make(self, compute: Callable[[], Computed], microbatch: int, target: Any, later: PutOff, key: int) -> _Made:
         """What the backward starts from, with the graph behind it."""
-        with torch.enable_grad(), self._autocast(), Deferring(later) if self._in_halves else nullcontext():
+        deferring = Deferring(later) if self._in_halves else nullcontext()
+        with torch.enable_grad(), self._autocast(), drawing(key), deferring:
             values, output = compute()
             loss = self._loss(output, target) if self.section.makes_output else None
         if loss is not None:

@@ -8,12 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from penstock.compression import COMPRESSIONS
 from penstock.errors import WorkerError
@@ -21,12 +19,13 @@ from penstock.graph import Parameter
 from penstock.job import Job, Precision
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
-from penstock.runtime.blueprint import blueprint_of
-from penstock.runtime.capture import call_arguments
-from penstock.runtime.data import load_microbatch
+from penstock.runtime.data import load_microbatch, microbatch_key
+from penstock.runtime.grouping import LOSS
 from penstock.runtime.links import make_links, talking_pairs
+from penstock.runtime.measure import to_device
 from penstock.runtime.precision import autocast_for
-from penstock.runtime.recording import CPU
+from penstock.runtime.randomness import drawing, generators_put_back, keyed_function
+from penstock.runtime.reference import joined, reference_of
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import worker_process
 from penstock.runtime.worker import Segment
@@ -61,7 +60,6 @@ class Verification:
 
 def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> None:
     """Run one minibatch without updating any weight; leave gradients and losses in ``directory``."""
-    job = without_dropout(job)
     with worker_process(plan, timeout_s) as device:
         links = make_links(sync_groups(plan), talking_pairs(plan), device=device, timeout_s=timeout_s)
         assembly = assemble(
@@ -76,7 +74,7 @@ def save_gradients(assembly: Assembly, directory: Path) -> None:
     worker.scaler = None  # no update follows that would take the scale out of the gradients again
     worker.run(segment)
     tensors = {
-        f"{index}/{name}": gradient.cpu().clone()
+        f"{index}/{name}": gradient.cpu().clone(memory_format=torch.contiguous_format)
         for index, stage in worker.stages.items()
         for name, gradient in stage.weights.gradients.items()
     }
@@ -97,7 +95,8 @@ def compare(job: Job, plan: Plan, directory: Path) -> Verification:
     """The reference: the same microbatches one after another through the whole model, in this process."""
     epoch = verification_epoch(job, plan)
     together = len(plan.pipeline.workers[0]) if job.sync_batch_norm else 1
-    expected_loss, expected = reference_gradients(without_dropout(job), epoch, together)
+    with generators_put_back():
+        expected_loss, expected = reference_gradients(job, plan, epoch, together)
     losses: dict[int, float] = {}
     compared, worst, worst_name = 0, 0.0, ""
     # A gradient that is zero but for rounding has no size of its own to compare with.
@@ -130,47 +129,25 @@ def compare(job: Job, plan: Plan, directory: Path) -> Verification:
     )
 
 
-def reference_gradients(job: Job, epoch: Epoch, together: int = 1) -> tuple[float, dict[str, Tensor]]:
+def reference_gradients(job: Job, plan: Plan, epoch: Epoch, together: int = 1) -> tuple[float, dict[str, Tensor]]:
     """The mean loss and the gradients, with so many microbatches at a time."""
-    model = blueprint_of(job, CPU).whole(CPU)
-    model.train()
-    model.zero_grad()
+    reference, compute_loss = reference_of(job, plan), keyed_function(job.loss, LOSS)
+    for parameter in reference.parameters.values():
+        parameter.grad = None
     total, mean_loss = sum(epoch.samples), 0.0
-    autocast = autocast_for(job.precision, CPU)
+    autocast = autocast_for(job.precision, reference.device)
     for first in range(0, len(epoch.samples), together):
         members = range(first, first + together)
         samples = sum(epoch.samples[m] for m in members)
-        inputs, target = _joined([load_microbatch(job, epoch, m) for m in members])
-        args, kwargs = call_arguments(inputs)
-        with autocast():
-            loss = job.loss(model(*args, **kwargs), target)
+        batches = [load_microbatch(job, epoch, m) for m in members]
+        keys = [microbatch_key(epoch, m) for m in members]
+        target = to_device(joined([target for _, target in batches]), reference.device)
+        with autocast(), drawing(keys[0]):
+            loss = compute_loss(reference.forward([inputs for inputs, _ in batches], keys), target)
         torch.autograd.backward(loss * (samples / total))
         mean_loss += float(loss.detach()) * samples / total
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.cpu() for name, p in reference.parameters.items() if p.grad is not None}
     return mean_loss, gradients
-
-
-def _joined(batches: list[Any]) -> Any:
-    if len(batches) == 1:
-        return batches[0]
-    return pytree.tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *batches)
-
-
-def without_dropout(job: Job) -> Job:
-    """Random masks differ from process to process; without them the two computations are the same function."""
-    given = job.model
-    if isinstance(given, nn.Module):
-        return replace(job, model=_switch_dropout_off(given))
-    return replace(job, model=lambda: _switch_dropout_off(given()))
-
-
-def _switch_dropout_off(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
-            module.dropout = 0.0
-    return model
 
 
 def _without_steps(plan: Plan, epoch: Epoch) -> Schedule:

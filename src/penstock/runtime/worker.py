@@ -17,6 +17,7 @@ from penstock.remedy import Remedy
 from penstock.runtime.events import EventLog
 from penstock.runtime.mailbox import Edge, Mailbox
 from penstock.runtime.precision import LossScaler
+from penstock.runtime.randomness import seed_by
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync
 from penstock.runtime.weights import Weights
@@ -28,12 +29,12 @@ Clock = Callable[[], float]
 class Feed(Protocol):
     """Where a stage gets the part of a microbatch that it reads for itself."""
 
-    def seed(self, microbatch: int, stage: int) -> None:
-        """Set the random numbers that the stage draws for it."""
+    def key(self, microbatch: int) -> int:
+        """By which layers draw random numbers for it."""
         ...
 
-    def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
-        """The model inputs in placeholder order, and the target."""
+    def load(self, microbatch: int, *, inputs: bool = True, target: bool = True) -> tuple[Sequence[Any], Any]:
+        """The model inputs in placeholder order, and the target; an empty list or None for what is not wanted."""
         ...
 
 
@@ -96,9 +97,10 @@ class OwnStage:
     def weights(self) -> Weights:
         return self.module.weights
 
-    @property
-    def reads_data(self) -> bool:
-        return bool(self.module.section.reads) or self.module.section.makes_output
+    def load(self, feed: Feed, microbatch: int) -> tuple[Sequence[Any], Any]:
+        """The model inputs and the target, as far as this stage reads them."""
+        inputs, target = bool(self.module.section.reads), self.module.section.makes_output
+        return feed.load(microbatch, inputs=inputs, target=target) if inputs or target else ((), None)
 
 
 def sent_by(stage: int, edges: Mapping[Edge, tuple[str, ...]]) -> dict[int, tuple[str, ...]]:
@@ -157,11 +159,11 @@ class Worker:
         for source, names in stage.receives_from.items():
             tensors = self.mailbox.take(Action(source, Kind.FORWARD, action.index), stage.index)
             received.update((name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None)
-        inputs, target = segment.feed.load(action.index) if stage.reads_data else ((), None)
-        segment.feed.seed(action.index, stage.index)
+        inputs, target = stage.load(segment.feed, action.index)
         version = stage.first_version + segment.schedule.versions[stage.index][action.index]
         staleness = segment.schedule.staleness(stage.index, action.index)
-        compute = partial(stage.module.forward, action.index, inputs, received, target, version, staleness)
+        key = segment.feed.key(action.index)
+        compute = partial(stage.module.forward, action.index, inputs, received, target, version, staleness, key=key)
         made = self._timed(action, segment, compute)
         for target_stage, names in stage.sends_to.items():
             self.mailbox.send(action, target_stage, [made[name] for name in names])
@@ -196,6 +198,7 @@ class Worker:
                 meeting.run([each.weights for each in self.stages.values()])
         count = segment.steps_before(action.stage, action.index)
         rate = segment.rate(action.stage, action.index)
+        seed_by(segment.feed.key(segment.schedule.rounds[action.stage][action.index]))  # for all replicas alike
         self._timed(action, segment, partial(stage.weights.step, count, keep=keep, rate=rate))
 
     def _gradient_weights(self, stage: int, microbatch: int, segment: Segment) -> tuple[float, float]:
