@@ -45,6 +45,8 @@ class Profile:
     """CPU threads of the worker that was measured"""
     precision: str = "float32"
     """what layers computed in when they were measured"""
+    weighted_loss: bool = False
+    """whether the job's loss returned (sum, weight) when it was measured"""
     graph: LayerGraph
     seconds: Mapping[str, tuple[LayerSeconds, ...]]
     """per device kind, one entry for each of graph.layers, in their order"""

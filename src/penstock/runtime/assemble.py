@@ -18,6 +18,7 @@ from penstock.runtime.buffers import ReplicaBuffers
 from penstock.runtime.capture import Captured, capture
 from penstock.runtime.compiling import compiled
 from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch, microbatch_seed, seed_random
+from penstock.runtime.losses import loss_function
 from penstock.runtime.mailbox import Edge, Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.optimizers import scaled_rates
@@ -108,6 +109,11 @@ def check_job(job: Job, plan: Plan) -> None:
         )
 
 
+def is_weighted(job: Job, plan: Plan) -> bool:
+    """Whether a microbatch's loss has a weight."""
+    return job.weigh is not None or plan.profile.weighted_loss
+
+
 def make_epoch(job: Job, plan: Plan, number: int) -> Epoch:
     return Epoch(
         num_samples=len(job.data),
@@ -193,10 +199,12 @@ def assemble(
             device=device,
             timeout_s=timeout_s,
             sends={index: stage.sends for index, stage in enumerate(plan.stages)},
+            weighted=is_weighted(job, plan),
         ),
         sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
         clip=clip,
         scaler=scaler,
+        weighted=is_weighted(job, plan),
         averages_early=not job.sync_batch_norm,  # which sums in the midst of backwards itself
         clock=clock,
         device=device,
@@ -239,7 +247,7 @@ def _own_stages(
             module=StageModule(
                 section,
                 Weights(parameters, optimizer, job.scheduler, job.remedy if plan.is_asynchronous else None),
-                lambda output, target: job.loss(rebuild(output), target),
+                loss_function(job, rebuild, weighted=is_weighted(job, plan)),
                 recompute=plan.stages[index].recompute,
                 in_halves=plan.takes_halves,
                 autocast=autocast_for(job.precision, device),

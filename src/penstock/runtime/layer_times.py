@@ -26,6 +26,7 @@ from penstock.job import Job
 from penstock.runtime.blueprint import Blueprint
 from penstock.runtime.capture import Captured
 from penstock.runtime.deferred import Deferring, PutOff
+from penstock.runtime.losses import WeightedLoss, loss_of
 from penstock.runtime.precision import Autocast
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.stage import StageModule
@@ -92,7 +93,7 @@ class Timer:
 
     def compute(
         self, section: Section, leaves: Mapping[str, Tensor], arguments: Sequence[Any], buffers: Values, target: Any
-    ) -> tuple[tuple[Any, ...], Tensor | None]:
+    ) -> tuple[tuple[Any, ...], Tensor | WeightedLoss | None]:
         """Forward: the values that a section sends, and the loss if it makes the model's output."""
         with torch.enable_grad(), self.autocast():
             sent, output = section.run(leaves, arguments, buffers)
@@ -154,15 +155,14 @@ class Timer:
             steps.forwards_s.append(self.seconds(partial(stage.forward, microbatch, given, {}, target)))
             backward = partial(stage.backward, microbatch, {}, loss_weight=1.0, scale=1.0)
             steps.backwards_s.append(self.seconds(backward))
-        stage.losses.clear()
+            stage.take_loss(microbatch, 1)
         held = stage.weights.acquire() if stashed else None
         steps.updates_s[stashed].append(self.seconds(stage.weights.step))
         if held is not None:
             stage.weights.release(held)
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        loss: Tensor = self.job.loss(self.captured.rebuild_output(output), target)
-        return loss
+    def _loss(self, output: Any, target: Any) -> Tensor | WeightedLoss:
+        return loss_of(self.job, self.captured.rebuild_output(output), target)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,8 @@ class _Layer:
 
         def compute() -> None:
             with nullcontext() if self.later is None else Deferring(self.later):
-                self.sent, self.loss = self.timer.compute(self.section, self.leaves, arguments, self.buffers, target)
+                self.sent, loss = self.timer.compute(self.section, self.leaves, arguments, self.buffers, target)
+                self.loss = loss.total if isinstance(loss, WeightedLoss) else loss
 
         return self.timer.seconds(compute)
 

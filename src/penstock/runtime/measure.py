@@ -22,6 +22,7 @@ from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.capture import capture, untouched
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.layer_times import LayerTimes, StepTimes, Timer, as_leaf, tensors_in
+from penstock.runtime.losses import WeightedLoss
 from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.split import Section, Splitter
@@ -69,6 +70,7 @@ def profile_job(
         microbatch_size=min(microbatch_size, len(job.data)),
         threads=threads,
         precision=job.precision,
+        weighted_loss=measurement.is_loss_weighted and job.weigh is None,
         graph=measurement.graph(per_parameter),
         seconds={device_kind(device): measurement.seconds(per_parameter)},
     )
@@ -103,6 +105,8 @@ class _Made:
 @dataclass
 class Measurement:
     timer: Timer
+    is_loss_weighted: bool = False
+    """known after ``run``"""
     _times: list[LayerTimes] = field(default_factory=list)
     _step: StepTimes | None = None
     _saved: list[int] = field(default_factory=list)
@@ -236,7 +240,8 @@ class Measurement:
         arguments += [self._values[name] for name in section.receives]
         saved = _SavedBytes(self._counted, _memory_of(leaves))
         with torch.autograd.graph.saved_tensors_hooks(saved.count, lambda nothing: nothing):  # there is no backward
-            sent, _ = self.timer.compute(section, leaves, arguments, buffers, target)
+            sent, loss = self.timer.compute(section, leaves, arguments, buffers, target)
+        self.is_loss_weighted |= isinstance(loss, WeightedLoss)
         self._counted |= saved.seen
         self._saved.append(saved.num_bytes)
         for name, value in zip(section.sends, sent, strict=True):
