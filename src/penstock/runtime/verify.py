@@ -105,74 +105,58 @@ def verification_epoch(job: Job, plan: Plan) -> Epoch:
 
 
 def compare(job: Job, plan: Plan, directory: Path) -> Verification:
-    """The reference: the same microbatches one after another through the whole model, in this process, and the loss of
-    the whole minibatch."""
+    """What the workers left in ``directory``, beside the model in this process and the loss of the whole minibatch."""
     epoch = verification_epoch(job, plan)
-    found = _load(plan, directory)
-    if len(found.losses) != len(epoch.samples):
-        raise WorkerError(f"the workers reported {len(found.losses)} losses for {len(epoch.samples)} microbatches")
     expected = reference(job, plan, epoch)
-    verification = _verification(job, plan, found, expected)
-    if verification.passed or expected.apart_because:
-        return verification
-    apart = _verification(job, plan, found, reference(job, plan, epoch, whole=False))
-    return replace(verification, reason=_NO_SUM_OF_PARTS) if apart.passed else verification
+    found = _verification(job, plan, directory, expected)
+    if found.microbatches != len(epoch.samples):
+        raise WorkerError(f"the workers reported {found.microbatches} losses for {len(epoch.samples)} microbatches")
+    if found.passed or found.reason or found.apart_because:
+        return found
+    apart = _verification(job, plan, directory, reference(job, plan, epoch, whole=False))
+    return replace(found, reason=_PARTS_DO_NOT_ADD_UP) if apart.passed else found
 
 
-_NO_SUM_OF_PARTS = (
-    "the workers agree with the model run microbatch by microbatch: the loss of the whole minibatch is not made of the "
-    "losses of its microbatches. A loss that is a mean over tokens, not over samples, must return (sum, weight), or "
-    "Job.weigh must say what it divides by (docs/jobs.md)"
+_PARTS_DO_NOT_ADD_UP = (
+    "the workers agree with the model run microbatch by microbatch, but the losses of the microbatches do not add up "
+    "to that of the whole minibatch. A loss that is a mean over tokens, not over samples, must return (sum, weight), "
+    "or Job.weigh must say what it divides by (docs/jobs.md)"
 )
 
 
-class _Found(NamedTuple):
-    """What the workers computed."""
-
-    gradients: dict[tuple[int, int, str], Tensor]
-    """by worker, stage and name"""
-    losses: dict[int, Term]
-    """by microbatch"""
-
-
-def _load(plan: Plan, directory: Path) -> _Found:
-    found = _Found({}, {})
-    for rank in range(len(plan.devices)):
-        for key, gradient in load_file(directory / f"worker-{rank}.safetensors").items():
-            stage, _, name = key.partition("/")
-            found.gradients[rank, int(stage), name] = gradient
-        losses = json.loads((directory / f"worker-{rank}.json").read_text())
-        found.losses.update((int(microbatch), Term(*pair)) for microbatch, pair in losses.items())
-    return found
-
-
-def _verification(job: Job, plan: Plan, found: _Found, expected: Reference) -> Verification:
+def _verification(job: Job, plan: Plan, directory: Path, expected: Reference) -> Verification:
     compression = COMPRESSIONS[plan.compression]
-    noise = max(compression.noise, 0.1 if job.precision != "float32" else 0.0)
-    sizes = gradient_sizes(expected.gradients, noise)
-    owned = [
-        (rank, stage, parameter.name)
-        for rank, stages in enumerate(plan.pipeline.stages_of)
-        for stage in stages
-        for parameter in plan.profile.graph.parameters_of(plan.stages[stage].layers)
-    ]
-    differences = [
-        (_relative_difference(found.gradients.get(key), expected.gradients.get(key[2]), sizes.get(key[2], 0.0)), key[2])
-        for key in owned
-    ]
+    sizes = gradient_sizes(expected.gradients, max(compression.noise, 0.1 if job.precision != "float32" else 0.0))
+    losses: dict[int, Term] = {}
+    differences: list[tuple[float, str]] = []
+    not_finite: list[str] = []
+    for rank, stages in enumerate(plan.pipeline.stages_of):
+        written = json.loads((directory / f"worker-{rank}.json").read_text())
+        losses.update((int(microbatch), Term(*pair)) for microbatch, pair in written.items())
+        found = load_file(directory / f"worker-{rank}.safetensors")
+        for stage in stages:
+            for parameter in plan.profile.graph.parameters_of(plan.stages[stage].layers):
+                name = parameter.name
+                pair = found.get(f"{stage}/{name}"), expected.gradients.get(name)
+                differences.append((_relative_difference(*pair, sizes.get(name, 0.0)), name))
+                if not all(each is None or bool(each.isfinite().all()) for each in pair):
+                    not_finite.append(name)
     worst, worst_name = max(differences, default=(0.0, ""), key=lambda pair: pair[0])
-    loss = mean_of(found.losses.values())
+    loss = mean_of(losses.values())
     return Verification(
-        microbatches=len(found.losses),
+        microbatches=len(losses),
         loss=loss,
         loss_difference=_finite(abs(loss - expected.loss) / max(abs(expected.loss), 1e-12)),
-        gradients=len(owned),
+        gradients=len(differences),
         largest_difference=worst,
         worst_parameter=worst_name,
         tolerance=max(compression.tolerance, TOLERANCES[job.precision]),
         loss_tolerance=max(compression.loss_tolerance, TOLERANCES[job.precision]),
         compression=plan.compression,
         apart_because=expected.apart_because,
+        reason=f"gradients that are infinite or not a number: {len(not_finite)}, first {not_finite[0]}"
+        if not_finite
+        else "",
     )
 
 
