@@ -20,7 +20,7 @@ from penstock import Job
 from penstock.errors import JobError
 from penstock.plan import Plan
 from penstock.runtime.losses import LossLog, Term
-from penstock.runtime.verify import Verification, compare, save_gradients
+from penstock.runtime.verify import Verification, compare, reference, save_gradients, verification_epoch
 from test_weighted_loss import mean_over_tokens, padded_job, profile_of, tokens_in
 
 
@@ -92,6 +92,31 @@ def test_verify_is_not_blind_to_small_gradients(tmp_path: Path) -> None:
     found = compare(make(), plan, tmp_path)
     assert not found.passed
     assert found.worst_parameter == "quiet.weight"
+
+
+class Attention(nn.Module):
+    """A bias of keys shifts all scores of a query alike, so its gradient is 0 but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.query, self.key = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.head((self.query(h) @ self.key(h).transpose(1, 2)).softmax(-1) @ h)
+
+
+def test_verify_passes_a_gradient_that_is_nothing_but_rounding(tmp_path: Path) -> None:
+    def make() -> Job:
+        job = padded_job("weigh", samples=7, batch_size=7)
+        return replace(job, model=Attention())
+
+    plan = even_plan(profile(make()), (1, 2), "1f1b", 3)
+    found = verified(plan, make, tmp_path)
+    assert found.passed, found
+    rounding = reference(make(), plan, verification_epoch(make(), plan)).gradients
+    assert rounding["key.bias"].abs().max() < 1e-5 * rounding["key.weight"].abs().max()
 
 
 def spoil_files(directory: Path, name: str, change: Callable[[Tensor], Tensor]) -> None:
