@@ -448,3 +448,64 @@ def test_a_demo_sized_profile_is_what_the_command_writes(tmp_path: Path) -> None
     written = json.loads((tmp_path / "profile.json").read_text())
     made = profile(make_job("conv"))
     assert [layer["name"] for layer in written["graph"]["layers"]] == [layer.name for layer in made.graph.layers]
+
+
+PADDED_JOB = """
+import sys
+from dataclasses import replace
+sys.path.insert(0, {tests!r})
+from test_weighted_loss import padded_job
+
+def job():
+    return padded_job({form!r}, epochs=2)
+"""
+
+
+@pytest.mark.parametrize("form", ["pair", "weigh"])
+def test_a_weighted_loss_is_profiled_planned_verified_and_trained(form: str, tmp_path: Path) -> None:
+    """Also that one without weights fails, and why is said."""
+    job, profiled, plan = tmp_path / "job.py", tmp_path / "profile.json", tmp_path / "plan.json"
+    job.write_text(PADDED_JOB.format(tests=str(TESTS), form=form))
+    penstock("profile", job, "--output", profiled)
+    asked = ("--schedule", "1f1b", "--microbatches", 4, "--replicas", "1-2")
+    penstock("plan", profiled, "--cluster", "local:3", *asked, "--output", plan)
+    check_verify(job, plan)
+    run = RunDirectory(tmp_path / "run")
+    penstock("train", job, plan, "--run-dir", run.path)
+    losses = [loss for loss in run.load()[2].losses if loss is not None]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    if form == "weigh":
+        job.write_text(PADDED_JOB.format(tests=str(TESTS), form="plain"))
+        failed = penstock("verify", job, plan, check=False)
+        assert failed.returncode == 1
+        assert "GRADIENTS DIFFER" in failed.stdout
+        assert "Job.weigh must say" in " ".join(failed.stdout.split())
+
+
+DIVERGING_JOB = """
+import sys
+from dataclasses import replace
+import torch
+sys.path.insert(0, {tests!r})
+from models import make_job
+
+def job():
+    job = make_job("conv", samples=23, batch_size=4)
+    data = [(x * float("nan") if i == 11 else x, t) for i, (x, t) in enumerate(job.data)]
+    return replace(job, data=data, on_nonfinite_loss={on_nonfinite_loss!r})
+"""
+
+
+def test_a_loss_that_is_not_a_number_is_warned_of_and_ends_the_run_if_the_job_says_so(tmp_path: Path) -> None:
+    job, plan = tmp_path / "job.py", write_plan(tmp_path, "conv", (1, 1), "1f1b", 2)
+    run = RunDirectory(tmp_path / "run")
+    job.write_text(DIVERGING_JOB.format(tests=str(TESTS), on_nonfinite_loss="warn"))
+    shown = penstock("train", job, plan, "--run-dir", run.path, "--json")
+    first = run.load()[2].losses.index(None)
+    assert f"the loss of minibatch {first + 1} is not a number; training goes on" in shown.stderr
+    job.write_text(DIVERGING_JOB.format(tests=str(TESTS), on_nonfinite_loss="stop"))
+    stopped = penstock("train", job, plan, "--run-dir", run.path, "--checkpoint-every", 1, check=False)
+    assert stopped.returncode == 2
+    assert f"worker 1 failed: the loss of minibatch {first + 1} is not a number" in stopped.stderr
+    assert "Job.on_nonfinite_loss says to stop; " in stopped.stderr

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from in_threads import CPU, even_plan, profile_of, run_in_threads, train, train_keeping
+from in_threads import CPU, even_plan, profile, profile_of, run_in_threads, train, train_keeping
 from models import make_job
 from penstock import Job
 from penstock.errors import JobError, PlanError
@@ -237,8 +237,9 @@ def test_what_the_docs_put_into_a_job_trains(text: str) -> None:
     if "metrics" in given:
         given["evaluation"] = job_with("conv").data
     before = dict(job_with("conv").model.named_parameters())
-    plan = even_plan(profile_of("conv"), (1, 1), "pipedream")
-    for worker in weights_of(run_in_threads(plan, functools.partial(job_with, "conv", **given))):
+    make = functools.partial(job_with, "conv", **given)
+    plan = even_plan(profile(make()) if "loss" in given else profile_of("conv"), (1, 1), "pipedream")
+    for worker in weights_of(run_in_threads(plan, make)):
         assert all(not torch.equal(tensor, before[name]) for name, tensor in worker.items())
 
 

@@ -34,6 +34,8 @@ from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, capture_for_plan, make_epoch
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_microbatch
+from penstock.runtime.losses import WeightedLoss
+from penstock.runtime.losses import loss_of as loss_of_output
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.transport import LocalTransport, Pending
 from penstock.runtime.weights import Weights
@@ -228,22 +230,24 @@ def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
     history = [[{n: parameters[n].detach().clone() for n in names}] for names in owned]
     job.model.train()
     gradients: dict[int, dict[str, Tensor]] = {}
+    weights: dict[int, float] = {}
     done = [0] * len(plan.stages)
     for microbatch in range(len(epoch.samples)):
         mix = {n: t for s in range(len(owned)) for n, t in expected_weights(job, schedule, s, microbatch, history[s])}
         leaves = {n: t.clone().requires_grad_() for n, t in mix.items()}
         inputs, target = load_microbatch(job, epoch, microbatch)
         args, kwargs = call_arguments(inputs)
-        loss = job.loss(torch.func.functional_call(job.model, leaves, args, kwargs), target)
+        output = torch.func.functional_call(job.model, leaves, args, kwargs)
+        loss, weights[microbatch] = sum_and_weight(job, output, target, epoch.samples[microbatch])
         found = torch.autograd.grad(loss, list(leaves.values()))
         gradients[microbatch] = dict(zip(leaves, found, strict=True))
         for stage, names in enumerate(owned):
             last_round = len(schedule.rounds[stage]) - 1
             while done[stage] <= last_round and max(schedule.round_members(stage, done[stage])) <= microbatch:
                 members = schedule.round_members(stage, done[stage])
-                total = sum(epoch.samples[m] for m in members)
+                total = sum(weights[m] for m in members)
                 for name in names:
-                    parameters[name].grad = sum(gradients[m][name] * (epoch.samples[m] / total) for m in members)
+                    parameters[name].grad = sum(gradients[m][name] for m in members) / total if total else None
                 if optimizers[stage] is not None:
                     step_at_lowered_rate(
                         job, optimizers[stage], max(schedule.staleness(stage, m) for m in members), members[0]
@@ -251,6 +255,12 @@ def asynchronous_reference(job: Job, plan: Plan) -> dict[str, Tensor]:
                 history[stage].append({n: parameters[n].detach().clone() for n in names})
                 done[stage] += 1
     return parameters
+
+
+def sum_and_weight(job: Job, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
+    """Of a microbatch's loss; a mean over the samples is taken times their number."""
+    found = loss_of_output(job, output, target)
+    return (found.total, found.weight) if isinstance(found, WeightedLoss) else (found * samples, samples)
 
 
 def expected_weights(
@@ -370,6 +380,7 @@ def sections_reference(job: Job, plan: Plan) -> list[dict[str, Tensor]]:
     optimizer = job.optimizer(list(weights.items()))
     history = [{name: weight.detach().clone() for name, weight in weights.items()}]
     found: dict[int, dict[str, Tensor]] = {}
+    weights_of_losses: dict[int, float] = {}
     for microbatch in range(len(epoch.samples)):
         inputs, target = load_microbatch(job, epoch, microbatch)
         flat, values = splitter.captured.bind(inputs), {}
@@ -380,7 +391,9 @@ def sections_reference(job: Job, plan: Plan) -> list[dict[str, Tensor]]:
             arguments = [flat[place] for place in section.reads] + [values[name] for name in section.receives]
             sent, output = section.run(leaves[stage], arguments)
             values.update(zip(section.sends, sent, strict=True))
-        job.loss(splitter.captured.rebuild_output(output), target).backward()
+        made = splitter.captured.rebuild_output(output)
+        loss, weights_of_losses[microbatch] = sum_and_weight(job, made, target, epoch.samples[microbatch])
+        loss.backward()
         found[microbatch] = {}
         for own in leaves:
             for name, leaf in own.items():
@@ -388,9 +401,9 @@ def sections_reference(job: Job, plan: Plan) -> list[dict[str, Tensor]]:
                     found[microbatch][name] = found[microbatch].get(name, 0) + leaf.grad
         if microbatch == max(schedule.round_members(0, len(history) - 1)):
             members = schedule.round_members(0, len(history) - 1)
-            total = sum(epoch.samples[m] for m in members)
+            total = sum(weights_of_losses[m] for m in members)
             for name, weight in weights.items():
-                weight.grad = sum(found[m][name] * (epoch.samples[m] / total) for m in members)
+                weight.grad = sum(found[m][name] for m in members) / total
             optimizer.step()
             history.append({name: weight.detach().clone() for name, weight in weights.items()})
     return [{name: history[-1][name] for name in section.parameters} for section in sections]

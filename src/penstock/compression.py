@@ -21,12 +21,12 @@ class Compression:
     loss_tolerance: float
     """of the loss, relative"""
     noise: float
-    """a gradient below this share of the largest of all may be nothing but rounding (a bias before batch norm)"""
+    """a gradient below this share of the largest of all may be nothing but this rounding (a bias before batch norm)"""
 
 
 # Mildest first.
 COMPRESSIONS: Mapping[str, Compression] = {
-    "exact": Compression(share=1.0, tolerance=1e-4, loss_tolerance=1e-4, noise=0.01),
+    "exact": Compression(share=1.0, tolerance=1e-4, loss_tolerance=1e-4, noise=0.0),
     "bf16": Compression(share=1 / 2, tolerance=0.05, loss_tolerance=0.01, noise=0.1),
     "int8": Compression(share=1 / 4 + 1 / BLOCK, tolerance=0.5, loss_tolerance=0.05, noise=0.1),
 }

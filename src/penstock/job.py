@@ -54,8 +54,8 @@ class Job:
     """any module, unmodified, built alike in every worker; or a function that builds it, if it is too large for one"""
     data: Samples
     """(inputs, target) by index. Inputs go to the model: a tensor or tuple by position, a dict by name"""
-    loss: Callable[[Any, Any], Tensor]
-    """loss(model output, target), a mean over the samples"""
+    loss: Callable[[Any, Any], Any]
+    """loss(model output, target): a tensor, the mean over the samples; or (sum, weight), for other means"""
     optimizer: Callable[[Any], Optimizer | Sequence[Optimizer]]
     """makes the optimizer of a stage, or several, from its (name, parameter) pairs, which all of torch.optim take"""
     batch_size: int
@@ -64,6 +64,10 @@ class Job:
     seed: int = 0
     """of the order of the samples, of all random numbers that samples and layers draw, and of the initial values if
     ``model`` is a function"""
+    weigh: Callable[[Any], Tensor | float] | None = None
+    """weigh(target): what ``loss`` divides by where it is no mean over the samples, such as the number of tokens"""
+    on_nonfinite_loss: Literal["warn", "stop"] = "warn"
+    """whether training goes on, after a warning, when a loss is infinite or not a number"""
     collate: Callable[[list[Any]], Any] | None = None
     """turns a list of samples into a batch; torch's default_collate if not given"""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -76,8 +80,10 @@ class Job:
     """the most that the norm of all gradients together may be, as in clip_grad_norm_; for synchronous schedules"""
     evaluation: Samples | None = None
     """held-out data, evaluated after every epoch: forwards only, in eval mode"""
-    metrics: Mapping[str, Callable[[Any, Any], Tensor | float]] = field(default_factory=dict)
-    """of an evaluation, besides the loss: metric(model output, target), a mean over the samples"""
+    metrics: Mapping[str, Callable[[Any, Any], Tensor | float | tuple[Tensor | float, Tensor | float]]] = field(
+        default_factory=dict
+    )
+    """of an evaluation, besides the loss: metric(model output, target), a mean over the samples or (sum, weight)"""
     evaluate_every: int | None = None
     """minibatches of an epoch after which to evaluate too"""
     early_stop: EarlyStop | None = None
@@ -102,6 +108,10 @@ class Job:
                 raise JobError(f"Job.{name} is {number!r}; it must be a whole number of at least 1")
         if self.scheduler_steps not in ("minibatch", "epoch"):
             raise JobError(f"Job.scheduler_steps is {self.scheduler_steps!r}; choose 'minibatch' or 'epoch'")
+        if self.on_nonfinite_loss not in ("warn", "stop"):
+            raise JobError(f"Job.on_nonfinite_loss is {self.on_nonfinite_loss!r}; choose 'warn' or 'stop'")
+        if self.weigh is not None and not callable(self.weigh):
+            raise JobError(f"Job.weigh is {self.weigh!r}; give a function of the target, or None")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise JobError(f"Job.clip_norm is {self.clip_norm!r}; it must be above 0, or None to leave gradients alone")
         if self.evaluate_every is not None and (not isinstance(self.evaluate_every, int) or self.evaluate_every < 1):

@@ -89,6 +89,8 @@ class Profile:
     """what layers computed in when they were measured"""
     sync_batch_norm: bool = False
     """Whether the job's batch norm spans the replicas of a stage."""
+    weighted_loss: bool = False
+    """whether the job's loss returned (sum, weight) when it was measured"""
     graph: LayerGraph
     seconds: Mapping[str, tuple[LayerSeconds, ...]]
     """per device kind, one entry for each of graph.layers, in their order"""

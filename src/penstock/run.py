@@ -26,7 +26,7 @@ class Evaluation:
     steps: int
     """minibatches trained before it, in all epochs together"""
     values: Mapping[str, float | None]
-    """the loss and the metrics, means over the held-out samples; None where it was not a number"""
+    """the loss and the metrics, means over the held-out samples or by their weights; None where not a finite number"""
 
     def __str__(self) -> str:
         shown = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in self.values.items())
@@ -55,7 +55,7 @@ class Result:
     seconds: float
     """of training: the pipeline filling, running and draining, without start-up and writing the last checkpoint"""
     losses: tuple[float | None, ...]
-    """of each minibatch, a mean over its samples; None where it was not a number"""
+    """of each minibatch, a mean over its samples or by their weights; None where it was no finite number"""
     checkpoint: str | None
     """the newest, relative to the run"""
     device_kinds: Mapping[str, str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -261,6 +262,7 @@ def _pair(predicted: float | None, measured: float, show: Any) -> tuple[str, str
 
 
 def verification_answer(found: Any) -> dict[str, Any]:
+    """The stable keys of ``penstock verify --json``; None where a number is not finite."""
     keys = (
         "microbatches",
         "loss",
@@ -271,9 +273,12 @@ def verification_answer(found: Any) -> dict[str, Any]:
         "tolerance",
         "loss_tolerance",
         "compression",
+        "apart_because",
+        "reason",
         "passed",
     )
-    return {key: getattr(found, key) for key in keys}
+    values = {key: getattr(found, key) for key in keys}
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
 
 def verification_table(found: Any) -> Table:
@@ -285,6 +290,10 @@ def verification_table(found: Any) -> Table:
     table.add_row("loss", f"{found.loss:.6f}, difference {found.loss_difference:.2e} (relative)")
     tolerance = f"{found.tolerance:g}, of the loss {found.loss_tolerance:g}"
     table.add_row("tolerance", tolerance if exact else f"{tolerance}: what travels in {found.compression} is rounded")
+    if found.apart_because:
+        table.add_row("loss taken", f"of each microbatch, not of the whole minibatch: {found.apart_because}")
+    if found.reason:
+        table.add_row("reason", found.reason)
     return table
 
 

@@ -19,12 +19,11 @@ from penstock.runtime.buffers import ReplicaBuffers
 from penstock.runtime.capture import Captured, capture
 from penstock.runtime.compiling import compiled
 from penstock.runtime.data import inputs_of_other_shapes, load_batch, load_microbatch, microbatch_key
-from penstock.runtime.grouping import LOSS
+from penstock.runtime.losses import keyed_loss, loss_function
 from penstock.runtime.mailbox import Edge, Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.optimizers import scaled_rates
 from penstock.runtime.precision import LossScaler, autocast_for
-from penstock.runtime.randomness import keyed_function
 from penstock.runtime.split import Splitter, check_same_model
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GlobalClip, GradientSync, owners_of_parameters
@@ -112,6 +111,11 @@ def check_job(job: Job, plan: Plan) -> None:
         )
 
 
+def is_weighted(job: Job, plan: Plan) -> bool:
+    """Whether a microbatch's loss has a weight."""
+    return job.weigh is not None or plan.profile.weighted_loss
+
+
 def make_epoch(job: Job, plan: Plan, number: int) -> Epoch:
     return Epoch(
         num_samples=len(job.data),
@@ -197,10 +201,12 @@ def assemble(
             device=device,
             timeout_s=timeout_s,
             sends={index: stage.sends for index, stage in enumerate(plan.stages)},
+            weighted=is_weighted(job, plan),
         ),
         sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
         clip=clip,
         scaler=scaler,
+        weighted=is_weighted(job, plan),
         clock=clock,
         device=device,
     )
@@ -223,7 +229,6 @@ def _own_stages(
     timeout_s: float,
 ) -> Iterator[OwnStage]:
     rebuild, pipeline = splitter.captured.rebuild_output, plan.pipeline
-    loss = keyed_function(job.loss, LOSS)
     taken: set[str] = set()
     for index in pipeline.stages_of[transport.rank]:
         section = blueprint.filled(splitter.section(plan.stages[index].layers), device)
@@ -243,7 +248,7 @@ def _own_stages(
             module=StageModule(
                 section,
                 Weights(parameters, optimizer, job.scheduler, job.remedy if plan.is_asynchronous else None),
-                lambda output, target: loss(rebuild(output), target),
+                loss_function(keyed_loss(job), rebuild, weighted=is_weighted(job, plan)),
                 recompute=plan.stages[index].recompute,
                 in_halves=plan.takes_halves,
                 autocast=autocast_for(job.precision, device),

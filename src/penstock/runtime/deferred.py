@@ -36,8 +36,9 @@ class PutOff:
     def __bool__(self) -> bool:
         return bool(self._left)
 
+    @torch.no_grad()
     def make(self) -> None:
-        """As a backward does: added to each leaf's ``grad``."""
+        """As a backward does: added to each leaf's ``grad``, which has no graph behind it."""
         left, self._left = self._left, []
         for leaf, make in left:
             gradient = make().to(leaf.dtype)

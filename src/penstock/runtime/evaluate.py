@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import CaptureError, JobError, PlanError
+from penstock.errors import CaptureError, PlanError
 from penstock.job import Job, Samples
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, JobFeed
@@ -24,11 +24,11 @@ from penstock.runtime.capture import capture
 from penstock.runtime.compiling import compiled
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.events import EventLog
-from penstock.runtime.grouping import LOSS
+from penstock.runtime.losses import WeightedLoss, keyed_loss, loss_of, term
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.measure import to_device
 from penstock.runtime.precision import Autocast, autocast_for
-from penstock.runtime.randomness import drawing, keyed_function
+from penstock.runtime.randomness import drawing
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.stage import StageModule
 from penstock.runtime.weights import Weights
@@ -58,7 +58,7 @@ class Evaluator:
         for source, target in sorted(edges):
             sources[target].append(source)
         self.pipeline = replace(plan.pipeline, reads=tuple(tuple(sources[s]) for s in range(len(stages))))
-        rebuild, loss = self.splitter.captured.rebuild_output, keyed_function(job.loss, LOSS)
+        rebuild, keyed = self.splitter.captured.rebuild_output, keyed_loss(job)
         self.stages: dict[int, _EvaluationStage] = {}
         for index, own in trained.stages.items():
             section = self.splitter.section(stages[index])
@@ -66,8 +66,8 @@ class Evaluator:
             self.stages[index] = _EvaluationStage(
                 compiled(section) if job.compile else section,
                 own.weights,
-                lambda output, target: loss(rebuild(output), target),
-                metrics=lambda output, target: _measured(job, rebuild(output), target),
+                lambda output, target: loss_of(keyed, rebuild(output), target),
+                metrics=lambda output, target: [each(rebuild(output), target) for each in job.metrics.values()],
                 autocast=autocast_for(job.precision, trained.device),
             )
         self.worker: Worker = replace(
@@ -89,11 +89,12 @@ class Evaluator:
         )
 
     def run(self) -> dict[str, float]:
-        """The mean of the loss and of every metric over all samples, the same to the last bit at all workers."""
+        """The mean of the loss and of every metric over all samples, or by their weights, the same to the last bit at
+        all workers."""
         for buffers in self.buffers:
             buffers.average()
-        names = ("loss", *self.job.metrics)
-        sums = torch.zeros(len(self.plan.devices), len(names), dtype=torch.float64, device=self.worker.device)
+        names = {"loss": "Job.loss"} | {name: f"Job.metrics[{name!r}]" for name in self.job.metrics}
+        sums = torch.zeros(len(self.plan.devices), len(names), 2, dtype=torch.float64, device=self.worker.device)
         epoch = Epoch(
             num_samples=len(self.held_out.data),
             batch_size=self.job.batch_size,
@@ -107,11 +108,16 @@ class Evaluator:
                 self.worker.run(self._segment(part))
                 for stage in self.stages.values():
                     for microbatch, found in stage.measured.items():
-                        sums[self.worker.rank] += part.samples[microbatch] * sums.new_tensor(found)
+                        terms = [
+                            term(value, part.samples[microbatch], name)
+                            for value, name in zip(found, names.values(), strict=True)
+                        ]
+                        sums[self.worker.rank] += sums.new_tensor(terms)
                     stage.measured.clear()
         # Each worker's in a row of its own, which the others leave at zero; so everyone adds them in the same order.
         self._all_reduce(sums)
-        return dict(zip(names, (sums.sum(0) / epoch.num_samples).tolist(), strict=True))
+        totals, weights = sums.sum(0).unbind(1)
+        return dict(zip(names, (totals / weights).tolist(), strict=True))
 
     def _segment(self, part: Epoch) -> Segment:
         return Segment(
@@ -141,15 +147,15 @@ class _EvaluationStage(StageModule):
         self,
         section: Section,
         weights: Weights,
-        loss: Callable[[Any, Any], Tensor],
+        loss: Callable[[Any, Any], Tensor | WeightedLoss],
         *,
-        metrics: Callable[[Any, Any], list[float]],
+        metrics: Callable[[Any, Any], list[Any]],
         autocast: Autocast,
     ) -> None:
         super().__init__(section, weights, loss, autocast=autocast)
         self._metrics = metrics
-        self.measured: dict[int, list[float]] = {}
-        """of each microbatch, the loss, then the metrics"""
+        self.measured: dict[int, list[Any]] = {}
+        """of each microbatch, the loss, then the metrics, as the job returned them"""
 
     def forward(
         self,
@@ -168,22 +174,9 @@ class _EvaluationStage(StageModule):
         with torch.no_grad(), self._autocast(), drawing(key):
             values, output = self.section.run(version.leaves, arguments)
             if self.section.makes_output:
-                self.measured[microbatch] = [float(self._loss(output, target)), *self._metrics(output, target)]
+                self.measured[microbatch] = [self._loss(output, target), *self._metrics(output, target)]
         self.weights.release(version)
         return self._by_name(values)
-
-
-def _measured(job: Job, output: Any, target: Any) -> list[float]:
-    found = []
-    for name, metric in job.metrics.items():
-        value = metric(output, target)
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise JobError(
-                f"Job.metrics[{name!r}] made a tensor of shape {list(value.shape)}; return one number, the mean over "
-                "the samples"
-            )
-        found.append(float(value))
-    return found
 
 
 def _capture(held_out: Job, assembly: Assembly, inputs: Any) -> Splitter:

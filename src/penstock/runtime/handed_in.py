@@ -11,6 +11,7 @@ from penstock.clocks import Alignment
 from penstock.plan import Plan
 from penstock.run import EdgeError
 from penstock.runtime.events import Timed, unpacked
+from penstock.runtime.losses import Term, mean_of
 from penstock.schedule import Staleness
 from penstock.trace import Event
 
@@ -41,14 +42,12 @@ def of_stage(ages: Sequence[dict[str, dict[str, int]]], stage: int) -> Staleness
 
 
 def per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | None, ...]:
-    """The mean loss of each minibatch over its samples."""
-    by_microbatch = {int(m): (loss, samples) for m, loss, samples in losses}
+    """The loss of each minibatch, from rows of (microbatch, total, weight); None where it is no finite number."""
+    by_microbatch = {int(microbatch): Term(total, weight) for microbatch, total, weight in losses}
     means: list[float | None] = []
     first = 0
     for count in minibatches:
-        rows = [by_microbatch[m] for m in range(first, first + count) if m in by_microbatch]
-        total = sum(samples for _, samples in rows)
-        mean = sum(loss * samples for loss, samples in rows) / total
+        mean = mean_of(by_microbatch[m] for m in range(first, first + count) if m in by_microbatch)
         means.append(mean if math.isfinite(mean) else None)
         first += count
     return tuple(means)

@@ -25,6 +25,7 @@ from penstock.job import Job
 from penstock.runtime.blueprint import Blueprint
 from penstock.runtime.capture import Captured
 from penstock.runtime.deferred import Deferring, PutOff
+from penstock.runtime.losses import WeightedLoss, loss_of
 from penstock.runtime.precision import Autocast
 from penstock.runtime.randomness import drawing
 from penstock.runtime.split import Section, Splitter
@@ -65,10 +66,11 @@ class SizeTrial:
     next_microbatch: Callable[[], tuple[Sequence[Any], Any]]
     """loads the inputs and the target of another one"""
 
-    def seed(self, microbatch: int, stage: int) -> None:
+    def key(self, microbatch: int) -> int:
         """Any random numbers will do."""
+        return microbatch
 
-    def load(self, microbatch: int) -> tuple[Sequence[Any], Any]:
+    def load(self, microbatch: int, *, inputs: bool = True, target: bool = True) -> tuple[Sequence[Any], Any]:
         return self.next_microbatch()
 
     @property
@@ -105,7 +107,7 @@ class Timer:
 
     def compute(
         self, section: Section, leaves: Mapping[str, Tensor], arguments: Sequence[Any], buffers: Values, target: Any
-    ) -> tuple[tuple[Any, ...], Tensor | None]:
+    ) -> tuple[tuple[Any, ...], Tensor | WeightedLoss | None]:
         """Forward: the values that a section sends, and the loss if it makes the model's output."""
         with torch.enable_grad(), self.autocast(), drawing(0):  # seeded as in training, which takes time too
             sent, output = section.run(leaves, arguments, buffers)
@@ -146,14 +148,17 @@ class Timer:
         return _times(whole[1:], halves[1:])
 
     def in_passes(
-        self, sizes: Sequence[SizeTrial], progress: Callable[[int, int], None]
+        self, sizes: Sequence[SizeTrial], progress: Callable[[int, int], None], *, weighted: bool
     ) -> list[tuple[list[LayerTimes], StepTimes]]:
-        """All layers, and whole steps, at every size, in blocks of passes: a slow moment befalls more than one size."""
+        """All layers, and whole steps, at every size, in blocks of passes: a slow moment befalls more than one size.
+
+        ``weighted`` says whether the loss is a sum with a weight.
+        """
         every = range(len(self.captured.layers))
         section = self.splitter.section(every)
         copies = {name: self.blueprint.copy_of(p, self.device) for name, p in section.parameters.items()}
         stage = StageModule(section, Weights(copies, self.job.optimizer), self._loss, autocast=self.autocast)
-        worker = TrialWorker(stage, self.clock, self.device)
+        worker = TrialWorker(stage, self.clock, self.device, weighted=weighted)
         leaves = {name: copy.data.requires_grad_(copy.requires_grad) for name, copy in copies.items()}
         sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items() if leaf.requires_grad}
         layers = [_Layer(self, self.splitter.section([index]), leaves) for index in every]
@@ -173,9 +178,8 @@ class Timer:
             progress(block + 1, BLOCKS * len(sizes))
         return [(_stretched(passes.layers, passes.steps), passes.steps) for passes in found]
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        loss: Tensor = self.job.loss(self.captured.rebuild_output(output), target)
-        return loss
+    def _loss(self, output: Any, target: Any) -> Tensor | WeightedLoss:
+        return loss_of(self.job, self.captured.rebuild_output(output), target)
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,8 @@ class _Layer:
 
         def compute() -> None:
             with nullcontext() if self.later is None else Deferring(self.later):
-                self.sent, self.loss = self.timer.compute(self.section, self.leaves, arguments, self.buffers, target)
+                self.sent, loss = self.timer.compute(self.section, self.leaves, arguments, self.buffers, target)
+                self.loss = loss.total if isinstance(loss, WeightedLoss) else loss
 
         return self.timer.seconds(compute)
 

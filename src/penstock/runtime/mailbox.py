@@ -90,10 +90,12 @@ class Mailbox:
         device: torch.device,
         timeout_s: float,
         sends: Mapping[int, str] = MappingProxyType({}),
+        weighted: bool = False,
     ) -> None:
-        """``edges`` says how many values each pair of stages exchanges; as many gradients come back. ``sends`` says how
-        a stage's values and their gradients travel, where not as they are; within a worker they stay as they are."""
-        self.pipeline, self.edges, self.sends = pipeline, edges, sends
+        """``edges`` says how many values each pair of stages exchanges; as many gradients come back and, if
+        ``weighted``, one more tensor with them. ``sends`` says how a stage's values and their gradients travel, where
+        not as they are; within a worker they stay as they are."""
+        self.pipeline, self.edges, self.sends, self.weighted = pipeline, edges, sends, weighted
         self.meter = ErrorMeter()
         self.transport, self.device, self.timeout_s = transport, device, timeout_s
         self._schedule: Schedule | None = None
@@ -224,7 +226,8 @@ class Mailbox:
             self._post(channel, expected.popleft(), layout, announced=False)
 
     def _post_header(self, channel: Channel, message: Message) -> tuple[Tensor, Pending]:
-        header = empty_header(self.edges[self._edge(message)]).to(self.device)
+        count = self.edges[self._edge(message)] + (self.weighted and message[0].kind is not Kind.FORWARD)
+        header = empty_header(count).to(self.device)
         return header, self._start_receive(header, channel)
 
     def _post_next(self, channel: Channel) -> None:

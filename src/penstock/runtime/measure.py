@@ -23,6 +23,7 @@ from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.capture import capture, untouched
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.layer_times import LayerTimes, SizeTrial, Timer, as_leaf, tensors_in
+from penstock.runtime.losses import WeightedLoss
 from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.split import Section, Splitter
@@ -79,6 +80,7 @@ def profile_job(
         microbatch_size=first.trial.samples,
         threads=threads,
         precision=job.precision,
+        weighted_loss=measurement.is_loss_weighted and job.weigh is None,
         sync_batch_norm=job.sync_batch_norm,
         graph=graph,
         seconds={kind: measurement.seconds(first, updates)},
@@ -166,6 +168,8 @@ class Measurement:
     """the smallest size that the model is known to take, where it does not take the smallest that was tried"""
     _reads_data: list[bool] = field(default_factory=list)
     """of each layer"""
+    is_loss_weighted: bool = False
+    """known after ``run``"""
 
     @property
     def splitter(self) -> Splitter:
@@ -188,6 +192,7 @@ class Measurement:
             found = self.timer.in_passes(
                 [size.trial for size in self.sizes],
                 lambda done, passes: progress(count + count * done // passes, 2 * count),
+                weighted=self.is_loss_weighted,
             )
         except torch.OutOfMemoryError:
             self._one_by_one(timed=True, progress=progress)
@@ -344,7 +349,8 @@ class Measurement:
         arguments += [size.values[name] for name in section.receives]
         saved = _SavedBytes(size.counted, _memory_of(leaves))
         with torch.autograd.graph.saved_tensors_hooks(saved.count, lambda nothing: nothing):  # there is no backward
-            sent, _ = self.timer.compute(section, leaves, arguments, buffers, size.trial.target)
+            sent, loss = self.timer.compute(section, leaves, arguments, buffers, size.trial.target)
+        self.is_loss_weighted |= isinstance(loss, WeightedLoss)
         size.counted |= saved.seen
         size.saved.append(saved.num_bytes)
         for name, value in zip(section.sends, sent, strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.errors import WorkerError
 from penstock.runtime.deferred import Deferring, PutOff
+from penstock.runtime.losses import Term, WeightedLoss
 from penstock.runtime.precision import Autocast
 from penstock.runtime.randomness import drawing
 from penstock.runtime.recompute import Computed, Recorder, forgotten
@@ -47,7 +48,7 @@ class StageModule:
         self,
         section: Section,
         weights: Weights,
-        loss: Callable[[Any, Any], Tensor],
+        loss: Callable[[Any, Any], Tensor | WeightedLoss],
         *,
         recompute: bool = False,
         in_halves: bool = False,
@@ -64,11 +65,21 @@ class StageModule:
         self._in_flight: dict[int, _InFlight] = {}
         self._half_done: dict[int, _HalfDone] = {}
         self.losses: dict[int, float] = {}
-        """at the stage that makes the output: known after the forward or, if it recomputes, after the backward"""
+        """at the stage that makes the output: known after the forward or, if it recomputes, after the backward. A mean
+        over the samples, or the sum of a weighted loss"""
+        self.loss_weights: dict[int, float] = {}
+        """of weighted losses, as long as they are in ``losses``"""
 
     @property
     def in_flight(self) -> int:
         return len(self._in_flight) + len(self._half_done)
+
+    def take_loss(self, microbatch: int, samples: int) -> Term | None:
+        """A microbatch's part of the mean loss, once, where its backward is over and it made the output."""
+        if microbatch not in self.losses:
+            return None
+        loss, weight = self.losses.pop(microbatch), self.loss_weights.pop(microbatch, None)
+        return Term(loss * samples, samples) if weight is None else Term(loss, weight)
 
     def forward(
         self,
@@ -104,6 +115,8 @@ class StageModule:
         with torch.enable_grad(), self._autocast(), drawing(key), deferring:
             values, output = compute()
             loss = self._loss(output, target) if self.section.makes_output else None
+        if isinstance(loss, WeightedLoss):
+            loss, self.loss_weights[microbatch] = loss
         if loss is not None:
             self.losses[microbatch] = float(loss.detach())
         return _Made(self._by_name(values), loss)

@@ -67,6 +67,14 @@ class GradientSync:
             weights.on_final = None
         summing.finish(self.timeout_s)
 
+    def sum_weight(self, weights: Weights, replicas: tuple[int, ...], round_index: int, device: torch.device) -> None:
+        """Replace the weight of a stage's round by its sum over the replicas, after ``run``."""
+        group = self.policy.group(replicas, self.transport.rank, round_index)
+        if len(group) > 1:
+            total = torch.tensor([weights.round_weight], dtype=torch.float64, device=device)
+            self.transport.all_reduce(total, group, self.timeout_s)
+            weights.round_weight = float(total)
+
     def _summing(self, stages: Sequence[Weights], round_index: int) -> _Summing:
         """The same sums in the same order on every worker of a group, whenever it begins."""
         shared: dict[str, list[Weights]] = defaultdict(list)

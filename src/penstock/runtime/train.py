@@ -36,6 +36,7 @@ from penstock.runtime.events import EventLog, beginning_and_newest
 from penstock.runtime.handed_in import edge_errors, of_stage, on_one_clock, per_minibatch
 from penstock.runtime.keeper import Keeper, Save, save_together
 from penstock.runtime.links import Links, make_links, talking_pairs
+from penstock.runtime.losses import LossLog
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
 from penstock.runtime.memory import MemoryMeter
@@ -134,8 +135,7 @@ class _Training:
             timeout_s=options.timeout_s,
             complete=self._complete,
         )
-        self.losses: dict[int, tuple[float, int]] = {}
-        """microbatch of the run -> loss and samples"""
+        self.losses = LossLog(self.job.on_nonfinite_loss, options.run.newest_checkpoint)
         self.sizes: tuple[int, ...] = ()
         """samples of each microbatch so far"""
         self.minibatches: tuple[int, ...] = ()
@@ -214,7 +214,7 @@ class _Training:
         is_last = part.number == self.job.epochs - 1 and part.is_end
         done = self.keeper.expect(segment.schedule, part, before, is_last=is_last)
         self._segment_start_s = self.worker.clock()
-        self.worker.on_action = partial(self._after, samples=part.samples, base=len(self.sizes))
+        self.worker.on_action = partial(self._after, part=part, base=len(self.sizes))
         self.worker.run(segment)
         self._meet()
         self.seconds += self.worker.clock() - self._segment_start_s
@@ -223,13 +223,15 @@ class _Training:
         self._rounds += max(len(rounds) for rounds in segment.schedule.rounds)
         return done
 
-    def _after(self, action: Action, samples: tuple[int, ...], base: int) -> None:
+    def _after(self, action: Action, part: Epoch, base: int) -> None:
         self.keeper.after(action)
-        losses = self.worker.stages[action.stage].module.losses
-        if action.of_microbatch and action.index in losses:
-            self.losses[base + action.index] = (losses.pop(action.index), samples[action.index])
-        if action.result.kind is Kind.BACKWARD and action.stage == 0:
-            self.samples_done += samples[action.index]
+        if action.result.kind is Kind.BACKWARD:
+            samples = part.samples[action.index]
+            found = self.worker.stages[action.stage].module.take_loss(action.index, samples)
+            if found is not None:
+                self.losses.add(base + action.index, found, part.minibatches_before[action.index])
+            if action.stage == 0:
+                self.samples_done += samples
         now_s = self.worker.clock()
         if action.kind is Kind.FORWARD:  # when most is kept for backwards to come
             self.progress.memory.look(now_s)
@@ -239,13 +241,11 @@ class _Training:
             self.progress.pass_on(now_s)
 
     def _tell(self, done: str) -> None:
-        recent = [loss for loss, _ in itertools.islice(reversed(self.losses.values()), 20)]
-        loss = sum(recent) / len(recent) if recent else math.nan
         self.progress.tell(
             self.worker.clock(),
             busy_s=self.worker.busy_s,
             samples=self.samples_done,
-            loss=loss if math.isfinite(loss) else None,
+            loss=self.losses.recent(),
             done=done,
         )
 
@@ -299,7 +299,7 @@ class _Training:
         """Worker 0 writes what all have recorded."""
         events = self._gather("events", [self._origin_s, self.worker.events.packed()])
         clocks = self._gather("clocks", codec.encode(self.clocks.finish()))
-        losses = self._gather("losses", [[m, *pair] for m, pair in self.losses.items()])
+        losses = self._gather("losses", [[m, *each] for m, each in self.losses.terms.items()])
         links = self._gather("links", {f"{low}-{high}": name for (low, high), name in self.links.chosen.items()})
         kinds = self._gather("kinds", device_kind(self.worker.device))
         lost = self._gather("compression", [[*key, errors] for key, errors in self.worker.mailbox.meter.errors.items()])

@@ -5,27 +5,29 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock.compression import COMPRESSIONS
-from penstock.errors import WorkerError
-from penstock.graph import Parameter
+from penstock.errors import JobError, WorkerError
 from penstock.job import Job, Precision
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
 from penstock.runtime.data import load_microbatch, microbatch_key
-from penstock.runtime.grouping import LOSS
 from penstock.runtime.links import make_links, talking_pairs
+from penstock.runtime.losses import Term, WeightedLoss, keyed_loss, loss_of, mean_of, term
 from penstock.runtime.measure import to_device
 from penstock.runtime.precision import autocast_for
-from penstock.runtime.randomness import drawing, generators_put_back, keyed_function
-from penstock.runtime.reference import joined, reference_of
+from penstock.runtime.randomness import drawing, generators_put_back
+from penstock.runtime.reference import Reference, reference_of
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import worker_process
 from penstock.runtime.worker import Segment
@@ -44,14 +46,18 @@ class Verification:
     gradients: int
     """how many were compared, on all workers together"""
     largest_difference: float
-    """of any gradient element, beside the largest element of that gradient (or, if that is less, beside a hundredth of
-    the largest of all; a tenth in low precision and where values are compressed)"""
+    """of any gradient element, beside the largest element of that gradient, or beside what its rounding may be
+    (``gradient_sizes``); infinite where one is not a finite number"""
     worst_parameter: str
     tolerance: float
     """what the job's precision and the plan's compression allow; docs/plans.md"""
     loss_tolerance: float
     compression: str
     """the coarsest way in which values travelled between workers"""
+    apart_because: str = ""
+    """why the reference took the loss of each microbatch; nothing where it took that of the whole minibatch"""
+    reason: str = ""
+    """what is wrong, where it is known"""
 
     @property
     def passed(self) -> bool:
@@ -73,13 +79,19 @@ def save_gradients(assembly: Assembly, directory: Path) -> None:
     segment: Segment = replace(assembly.segment(epoch), schedule=_without_steps(assembly.plan, epoch))
     worker.scaler = None  # no update follows that would take the scale out of the gradients again
     worker.run(segment)
+    for stage in worker.stages.values():
+        stage.weights.divide_by_weight()
     tensors = {
         f"{index}/{name}": gradient.cpu().clone(memory_format=torch.contiguous_format)
         for index, stage in worker.stages.items()
         for name, gradient in stage.weights.gradients.items()
     }
     save_file(tensors, directory / f"worker-{worker.rank}.safetensors")
-    losses = {str(m): loss for stage in worker.stages.values() for m, loss in stage.module.losses.items()}
+    losses = {
+        str(microbatch): stage.module.take_loss(microbatch, epoch.samples[microbatch])
+        for stage in worker.stages.values()
+        for microbatch in list(stage.module.losses)
+    }
     (directory / f"worker-{worker.rank}.json").write_text(json.dumps(losses))
 
 
@@ -92,62 +104,164 @@ def verification_epoch(job: Job, plan: Plan) -> Epoch:
 
 
 def compare(job: Job, plan: Plan, directory: Path) -> Verification:
-    """The reference: the same microbatches one after another through the whole model, in this process."""
+    """What the workers left in ``directory``, beside the model in this process and the loss of the whole minibatch."""
     epoch = verification_epoch(job, plan)
-    together = len(plan.pipeline.workers[0]) if job.sync_batch_norm else 1
     with generators_put_back():
-        expected_loss, expected = reference_gradients(job, plan, epoch, together)
-    losses: dict[int, float] = {}
-    compared, worst, worst_name = 0, 0.0, ""
-    # A gradient that is zero but for rounding has no size of its own to compare with.
-    compression, low = COMPRESSIONS[plan.compression], job.precision != "float32"
-    noise = max(compression.noise, 0.1 if low else 0.0)
-    smallest_size = noise * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
+        found = _compare(job, plan, epoch, directory)
+    if found.microbatches != len(epoch.samples):
+        raise WorkerError(f"the workers reported {found.microbatches} losses for {len(epoch.samples)} microbatches")
+    return found
+
+
+def _compare(job: Job, plan: Plan, epoch: Epoch, directory: Path) -> Verification:
+    found = _verification(job, plan, directory, reference(job, plan, epoch))
+    if found.passed or found.reason or found.apart_because:
+        return found
+    apart = _verification(job, plan, directory, reference(job, plan, epoch, whole=False))
+    return replace(found, reason=_PARTS_DO_NOT_ADD_UP) if apart.passed else found
+
+
+_PARTS_DO_NOT_ADD_UP = (
+    "the workers agree with the model run microbatch by microbatch, but the losses of the microbatches do not add up "
+    "to that of the whole minibatch. A loss that is a mean over tokens, not over samples, must return (sum, weight), "
+    "or Job.weigh must say what it divides by (docs/jobs.md)"
+)
+
+
+def _verification(job: Job, plan: Plan, directory: Path, expected: Expected) -> Verification:
+    compression = COMPRESSIONS[plan.compression]
+    sizes = gradient_sizes(expected.gradients, max(compression.noise, 0.1 if job.precision != "float32" else 0.0))
+    losses: dict[int, Term] = {}
+    differences: list[tuple[float, str]] = []
+    not_finite: list[str] = []
     for rank, stages in enumerate(plan.pipeline.stages_of):
+        written = json.loads((directory / f"worker-{rank}.json").read_text())
+        losses.update((int(microbatch), Term(*pair)) for microbatch, pair in written.items())
         found = load_file(directory / f"worker-{rank}.safetensors")
-        losses |= {int(m): loss for m, loss in json.loads((directory / f"worker-{rank}.json").read_text()).items()}
-        owned = [(stage, p.name) for stage in stages for p in _parameters(plan, stage)]
-        for stage, name in owned:
-            difference = _relative_difference(found.get(f"{stage}/{name}"), expected.get(name), smallest_size)
-            compared += 1
-            if difference >= worst:
-                worst, worst_name = difference, name
-    total = sum(epoch.samples)
-    if len(losses) != len(epoch.samples):
-        raise WorkerError(f"the workers reported {len(losses)} losses for {len(epoch.samples)} microbatches")
-    loss = sum(losses[m] * samples for m, samples in enumerate(epoch.samples)) / total
+        for stage in stages:
+            for parameter in plan.profile.graph.parameters_of(plan.stages[stage].layers):
+                name = parameter.name
+                pair = found.get(f"{stage}/{name}"), expected.gradients.get(name)
+                differences.append((_relative_difference(*pair, sizes.get(name, 0.0)), name))
+                if not all(each is None or bool(each.isfinite().all()) for each in pair):
+                    not_finite.append(name)
+    worst, worst_name = max(differences, default=(0.0, ""), key=lambda pair: pair[0])
+    loss = mean_of(losses.values())
     return Verification(
-        microbatches=len(epoch.samples),
+        microbatches=len(losses),
         loss=loss,
-        loss_difference=abs(loss - expected_loss) / max(abs(expected_loss), 1e-12),
-        gradients=compared,
+        loss_difference=_finite(abs(loss - expected.loss) / max(abs(expected.loss), 1e-12)),
+        gradients=len(differences),
         largest_difference=worst,
         worst_parameter=worst_name,
         tolerance=max(compression.tolerance, TOLERANCES[job.precision]),
         loss_tolerance=max(compression.loss_tolerance, TOLERANCES[job.precision]),
         compression=plan.compression,
+        apart_because=expected.apart_because,
+        reason=f"gradients that are infinite or not a number: {len(not_finite)}, first {not_finite[0]}"
+        if not_finite
+        else "",
     )
 
 
-def reference_gradients(job: Job, plan: Plan, epoch: Epoch, together: int = 1) -> tuple[float, dict[str, Tensor]]:
-    """The mean loss and the gradients, with so many microbatches at a time."""
-    reference, compute_loss = reference_of(job, plan), keyed_function(job.loss, LOSS)
-    for parameter in reference.parameters.values():
+class Expected(NamedTuple):
+    """What one process computes."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    apart_because: str = ""
+    """why the loss was taken of each microbatch; nothing where it was taken of the whole minibatch"""
+
+
+class _Batch(NamedTuple):
+    """A batch that has gone through the model."""
+
+    samples: int
+    output: Any
+    target: Any
+    key: int
+    """by which the loss draws, if it does"""
+
+
+def reference(job: Job, plan: Plan, epoch: Epoch, *, whole: bool = True) -> Expected:
+    """The loss and the gradients of a minibatch in one process.
+
+    Microbatches go through the model one by one, since batch norm sees one at a time (or as many as replicas run
+    together). Then the loss is taken once, of all outputs joined, unless they cannot be or ``whole`` says not to.
+    """
+    model, job = reference_of(job, plan), keyed_loss(job)
+    for parameter in model.parameters.values():
         parameter.grad = None
-    total, mean_loss = sum(epoch.samples), 0.0
-    autocast = autocast_for(job.precision, reference.device)
-    for first in range(0, len(epoch.samples), together):
-        members = range(first, first + together)
-        samples = sum(epoch.samples[m] for m in members)
-        batches = [load_microbatch(job, epoch, m) for m in members]
-        keys = [microbatch_key(epoch, m) for m in members]
-        target = to_device(joined([target for _, target in batches]), reference.device)
-        with autocast(), drawing(keys[0]):
-            loss = compute_loss(reference.forward([inputs for inputs, _ in batches], keys), target)
-        torch.autograd.backward(loss * (samples / total))
-        mean_loss += float(loss.detach()) * samples / total
-    gradients = {name: p.grad.cpu() for name, p in reference.parameters.items() if p.grad is not None}
-    return mean_loss, gradients
+    together = len(plan.pipeline.workers[0]) if job.sync_batch_norm else 1
+    starts = range(0, len(epoch.samples), together)
+    batches = [_forward(job, model, epoch, range(first, first + together)) for first in starts]
+    apart_because = ""
+    if whole:
+        try:
+            batches = [_joined(batches)]
+        except CannotJoinError as error:
+            apart_because = str(error)
+    losses = []
+    for batch in batches:
+        with autocast_for(job.precision, model.device)(), drawing(batch.key):
+            losses.append(loss_of(job, batch.output, batch.target))
+    terms = [term(loss, batch.samples, "Job.loss") for loss, batch in zip(losses, batches, strict=True)]
+    weight = sum(each.weight for each in terms)
+    if not weight:
+        raise JobError(
+            "the minibatch that is compared has a weight of 0, so it has no gradients; change Job.seed or batch_size"
+        )
+    for loss, batch in zip(losses, batches, strict=True):
+        part = loss.total / weight if isinstance(loss, WeightedLoss) else loss * (batch.samples / weight)
+        if part.requires_grad:
+            torch.autograd.backward(part)
+    gradients = {name: p.grad.cpu() for name, p in model.parameters.items() if p.grad is not None}
+    return Expected(mean_of(terms), gradients, apart_because)
+
+
+def _forward(job: Job, model: Reference, epoch: Epoch, members: Sequence[int]) -> _Batch:
+    """These microbatches, at once, through the model."""
+    loaded = [load_microbatch(job, epoch, member) for member in members]
+    samples, keys = [epoch.samples[m] for m in members], [microbatch_key(epoch, m) for m in members]
+    targets = [target for _, target in loaded]
+    target = to_device(targets[0] if len(targets) == 1 else _join(targets, samples), model.device)
+    with autocast_for(job.precision, model.device)():
+        return _Batch(sum(samples), model.forward([inputs for inputs, _ in loaded], keys), target, keys[0])
+
+
+class CannotJoinError(JobError):
+    """Batches do not make a larger one; says why."""
+
+
+def _joined(batches: Sequence[_Batch]) -> _Batch:
+    if len(batches) == 1:
+        return batches[0]
+    samples = [batch.samples for batch in batches]
+    output = _join([batch.output for batch in batches], samples)
+    return _Batch(sum(samples), output, _join([batch.target for batch in batches], samples), batches[0].key)
+
+
+def _join(parts: Sequence[Any], samples: Sequence[int]) -> Any:
+    """Batches of so many samples as one: tensors one after another, all else, if it is plain, as it is in each."""
+    flat, specs = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        raise CannotJoinError("microbatches are nested in different ways")
+    return pytree.tree_unflatten([_join_leaves(leaves, samples) for leaves in zip(*flat, strict=True)], specs[0])
+
+
+def _join_leaves(leaves: Sequence[Any], samples: Sequence[int]) -> Any:
+    if not isinstance(leaves[0], Tensor):
+        if not isinstance(leaves[0], (int, float, bool, str)):
+            return None  # as it is to the loss of a captured graph
+        if any(leaf != leaves[0] for leaf in leaves):
+            raise CannotJoinError(f"microbatches have different values ({leaves[0]!r}, ...) besides tensors")
+        return leaves[0]
+    for leaf, count in zip(leaves, samples, strict=True):
+        if leaf.dim() == 0 or len(leaf) != count:
+            raise CannotJoinError(f"a tensor of shape {list(leaf.shape)} has not a row for each of {count} samples")
+        if leaf.shape[1:] != leaves[0].shape[1:]:
+            raise CannotJoinError(f"microbatches differ in length: {list(leaves[0].shape)} and {list(leaf.shape)}")
+    return torch.cat(list(leaves))
 
 
 def _without_steps(plan: Plan, epoch: Epoch) -> Schedule:
@@ -162,12 +276,39 @@ def _without_steps(plan: Plan, epoch: Epoch) -> Schedule:
     return replace(schedule, programs=programs)
 
 
-def _parameters(plan: Plan, stage: int) -> Sequence[Parameter]:
-    return plan.profile.graph.parameters_of(plan.stages[stage].layers)
+ROUNDING_OF_LAYER, ROUNDING_OF_ALL = 0.1, 1e-3
+"""A gradient that is 0 but for rounding has no size of its own to be compared with. What is left of the terms that
+cancelled was some 1e-6 of them, and terms are about as large as the gradients of the same layer (its weight's, for a
+bias before batch norm or of keys in attention). With a tolerance of 1e-4, these allow 1e-5 of the largest gradient of
+the layer, and 1e-7, the last bit of a float32, of the largest of all."""
 
 
-def _relative_difference(found: Tensor | None, expected: Tensor | None, smallest_size: float) -> float:
+def gradient_sizes(gradients: Mapping[str, Tensor], noise: float = 0.0) -> dict[str, float]:
+    """What a difference in each gradient is compared with: its largest element, or what its rounding may be.
+
+    ``noise`` is what coarser rounding may be of the largest gradient of all.
+    """
+    own = {name: float(gradient.abs().max()) if gradient.numel() else 0.0 for name, gradient in gradients.items()}
+    of_layer: dict[str, float] = defaultdict(float)
+    for name, size in own.items():
+        of_layer[_layer(name)] = max(of_layer[_layer(name)], size)
+    largest = max(own.values(), default=0.0)
+    least = max(noise, ROUNDING_OF_ALL) * largest
+    return {name: max(size, ROUNDING_OF_LAYER * of_layer[_layer(name)], least) for name, size in own.items()}
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _relative_difference(found: Tensor | None, expected: Tensor | None, size: float) -> float:
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
-    size = max(float(expected.abs().max()), smallest_size, 1e-30)
-    return float((found - expected).abs().max()) / size
+    if not found.numel():
+        return 0.0
+    return _finite(float((found - expected).abs().max()) / max(size, 1e-30))
+
+
+def _finite(difference: float) -> float:
+    """What is not a number compares as equal to nothing."""
+    return difference if math.isfinite(difference) else math.inf

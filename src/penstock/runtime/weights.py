@@ -60,6 +60,8 @@ class Weights:
     optimizers: Optimizers = field(init=False)
     _rounds: dict[int, dict[str, Tensor]] = field(init=False, default_factory=dict)
     """gradients of those under way, by the version that they will update"""
+    _round_weights: dict[int, float] = field(init=False, default_factory=dict)
+    """of weighted losses, what the gradients of those rounds are to be divided by"""
     _used: dict[int, list[int]] = field(init=False, default_factory=dict)
     """versions of the microbatches in those gradients"""
     _newest: Version = field(init=False)
@@ -83,6 +85,28 @@ class Weights:
     def gradients(self) -> dict[str, Tensor]:
         """Of the round that the next step consumes, so far; a parameter that no backward reached is absent."""
         return self._rounds.setdefault(self.version, {})
+
+    def add_weight(self, weight: float, round_number: int | None = None) -> None:
+        """Count the weight of a microbatch's loss with its round: that of the next step, if none is named."""
+        number = self.version if round_number is None else round_number
+        self._round_weights[number] = self._round_weights.get(number, 0.0) + weight
+
+    @property
+    def round_weight(self) -> float:
+        """Of the microbatches in ``gradients``."""
+        return self._round_weights.get(self.version, 0.0)
+
+    @round_weight.setter
+    def round_weight(self, weight: float) -> None:
+        self._round_weights[self.version] = weight
+
+    def divide_by_weight(self) -> None:
+        """Make the mean of the next step's gradients, once, if they are sums; a weight of 0 leaves no gradient."""
+        weight = self._round_weights.pop(self.version, None)
+        if weight == 0:
+            self.discard_gradients()
+        elif weight is not None and self.gradients:
+            torch._foreach_div_(list(self.gradients.values()), weight)
 
     def acquire(self, number: int | None = None, staleness: int = 0) -> Version:
         """A version, the newest if none is named, kept as it is until it is released. None older is asked for again.
@@ -195,6 +219,7 @@ class Weights:
         keep = keep or self._newest.in_flight > 0
         if keep:
             self._copy_on_write()
+        self.divide_by_weight()
         gradients = self._rounds.pop(self.version, {})
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)

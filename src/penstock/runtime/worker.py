@@ -122,6 +122,8 @@ class Worker:
     device: torch.device
     clip: GlobalClip | None = None
     scaler: LossScaler | None = None
+    weighted: bool = False
+    """whether gradients are of sums: the weight of a microbatch travels with them, and an update divides by it"""
     on_action: Callable[[Action], None] = lambda action: None
     """called after every action: progress, faults injected by tests"""
     events: EventLog = field(default_factory=EventLog)
@@ -171,31 +173,47 @@ class Worker:
     def _backward(self, action: Action, stage: OwnStage, segment: Segment) -> None:
         """All of it, or the half that earlier stages wait for."""
         gradients: dict[str, list[Tensor | None]] = defaultdict(list)
+        weight: Tensor | None = None
         for reader, names in stage.sends_to.items():
             tensors = self.mailbox.take(Action(reader, Kind.BACKWARD, action.index), stage.index)
+            if self.weighted:
+                *tensors, weight = tensors
             for name, tensor in zip(names, tensors, strict=True):
                 gradients[name].append(tensor)
         loss_weight, scale = self._gradient_weights(stage.index, action.index, segment)
+        round_number = stage.first_version + segment.schedule.round_of(stage.index, action.index)
         compute = partial(
             stage.module.backward_input if action.kind is Kind.INPUT else stage.module.backward,
             action.index,
             gradients,
             loss_weight=loss_weight,
             scale=scale,
-            round_number=stage.first_version + segment.schedule.round_of(stage.index, action.index),
+            round_number=round_number,
         )
         found = self._timed(action, segment, compute)
+        beside: list[Tensor | None] = []
+        if self.weighted:
+            if weight is None:  # the stage that makes the loss
+                weight = torch.tensor([stage.module.loss_weights[action.index]], dtype=torch.float64)
+            stage.weights.add_weight(float(weight), round_number)
+            beside = [weight.to(self.device)]
         for source, names in stage.receives_from.items():
-            self.mailbox.send(action.result, source, [found.get(name) for name in names])
+            self.mailbox.send(action.result, source, [*(found.get(name) for name in names), *beside])
 
     def _sync(self, action: Action) -> None:
-        together = self.mailbox.pipeline.synced_with(self.rank, action.stage)
+        pipeline = self.mailbox.pipeline
+        together = pipeline.synced_with(self.rank, action.stage)
         self.sync.run([self.stages[stage].weights for stage in together], action.index)
+        for stage in together if self.weighted else ():
+            self.sync.sum_weight(self.stages[stage].weights, pipeline.workers[stage], action.index, self.device)
 
     def _step(self, action: Action, stage: OwnStage, segment: Segment, *, keep: bool) -> None:
         for meeting in (self.scaler, self.clip):
             if meeting is not None and action.stage == min(self.stages):  # not timed, as waiting for a message is not
-                meeting.run([each.weights for each in self.stages.values()])
+                everything = [each.weights for each in self.stages.values()]
+                for weights in everything:
+                    weights.divide_by_weight()
+                meeting.run(everything)
         count = segment.steps_before(action.stage, action.index)
         rate = segment.rate(action.stage, action.index)
         seed_by(segment.feed.key(segment.schedule.rounds[action.stage][action.index]))  # for all replicas alike
@@ -206,9 +224,12 @@ class Worker:
 
         The last stage weighs its loss by the microbatch's share of the last stage's round; a stage whose rounds
         are larger or smaller corrects by the ratio. Under a synchronous schedule all rounds are alike and it is 1.
+        Gradients of weighted losses are sums until the update.
         """
-        last = segment.round_samples(segment.schedule.pipeline.num_stages - 1, microbatch)
         loss_scale = self.scaler.scale if self.scaler is not None else 1.0
+        if self.weighted:
+            return loss_scale, 1.0
+        last = segment.round_samples(segment.schedule.pipeline.num_stages - 1, microbatch)
         weight = loss_scale * segment.samples[microbatch] / last
         return weight, last / segment.round_samples(stage, microbatch)
 

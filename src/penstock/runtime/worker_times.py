@@ -133,7 +133,7 @@ def nearly_nothing(device: torch.device, *, in_halves: bool = False) -> tuple[St
 class TrialWorker:
     """Takes whole steps as training does, and times them."""
 
-    def __init__(self, stage: StageModule, clock: Clock, device: torch.device) -> None:
+    def __init__(self, stage: StageModule, clock: Clock, device: torch.device, *, weighted: bool = False) -> None:
         self.stage, self.clock, self.device = stage, clock, device
         self._empty = [_EmptyStage(device, in_halves=halves) for halves in (False, True)]
         transport = LocalTransport(0, LocalExchange())
@@ -144,6 +144,7 @@ class TrialWorker:
             sync=GradientSync({}, sync_policy("all-reduce"), transport=transport, timeout_s=NO_DEADLINE_S),
             clock=clock,
             device=device,
+            weighted=weighted,
         )
 
     def run(self, feed: Feed, microbatches: int, times: StepTimes) -> None:
@@ -153,7 +154,8 @@ class TrialWorker:
 
         def after(action: Action) -> None:
             start_s = self.clock()
-            self.stage.losses.clear()
+            if action.kind is Kind.STEP:
+                self.stage.losses.clear()
             for empty in self._empty:
                 empty.take(action.kind, self._seconds, times)
             if action.kind is Kind.STEP and held:
