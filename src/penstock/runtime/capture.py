@@ -25,8 +25,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError, JobError
+from penstock.runtime.aliases import mutated_arguments, observe, observe_without_values
 from penstock.runtime.grouping import CapturedLayer, group_into_layers
-from penstock.runtime.inplace import mutated_arguments
 from penstock.runtime.recording import CPU, META, WithoutValues
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
         assert isinstance(module, fx.GraphModule)
         _drop_assertions(module.graph)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        return _captured("export", model, module, module.graph, bind, rebuild)
+        return _captured("export", model, module, module.graph, bind, rebuild, inputs)
 
     yield attempt
 
@@ -250,9 +250,9 @@ def _drop_assertions(graph: fx.Graph) -> None:
 
 def _fx(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Callable[[], Captured]]:
     depths = [name.count(".") + 1 for name, _ in model.named_modules() if name]
-    yield lambda: _traced(model, fx.Tracer())
+    yield lambda: _traced(model, fx.Tracer(), inputs)
     for depth in range(max(depths, default=1), 0, -1):
-        yield lambda depth=depth: _traced(model, _LeafTracer(depth))  # type: ignore[misc]
+        yield lambda depth=depth: _traced(model, _LeafTracer(depth), inputs)  # type: ignore[misc]
 
 
 class _LeafTracer(fx.Tracer):
@@ -266,7 +266,7 @@ class _LeafTracer(fx.Tracer):
         return module_qualified_name.count(".") + 1 >= self.depth or super().is_leaf_module(m, module_qualified_name)
 
 
-def _traced(model: nn.Module, tracer: fx.Tracer) -> Captured:
+def _traced(model: nn.Module, tracer: fx.Tracer, inputs: Any) -> Captured:
     signature = inspect.signature(model.forward)
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
         raise CaptureError("forward takes *args or **kwargs")
@@ -278,7 +278,7 @@ def _traced(model: nn.Module, tracer: fx.Tracer) -> Captured:
         bound.apply_defaults()
         return [bound.arguments[name] for name in signature.parameters]
 
-    return _captured("fx", model, model, graph, bind, lambda output: output)
+    return _captured("fx", model, model, graph, bind, lambda output: output, inputs)
 
 
 def _module(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Callable[[], Captured]]:
@@ -305,7 +305,7 @@ def _chain(model: nn.Module, root: nn.Module, names: list[str], inputs: Any) -> 
         given_args, given_kwargs = call_arguments(given)
         return [*given_args, *(given_kwargs[key] for key in keys)]
 
-    return _captured("module", model, root, graph, bind, lambda output: output)
+    return _captured("module", model, root, graph, bind, lambda output: output, inputs)
 
 
 def _captured(
@@ -315,7 +315,14 @@ def _captured(
     graph: fx.Graph,
     bind: Callable[[Any], list[Any]],
     rebuild_output: Callable[[Any], Any],
+    inputs: Any,
 ) -> Captured:
+    try:
+        observe(graph, root, bind(_copied(inputs)))
+    except Exception:
+        if _have_values(inputs):
+            raise
+        observe_without_values(graph, root)
     canonical = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     return Captured(
         front_end=front_end,
@@ -334,7 +341,7 @@ def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Seque
     Each starts alike, also where the model changes its buffers or writes into its inputs. Without values only shapes
     can be compared, and nothing if the model asks for values that it can do without when it is captured.
     """
-    has_values = not any(leaf.is_meta for leaf in _tensors(inputs))
+    has_values = _have_values(inputs)
     smaller = pytree.tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() > 0 and len(x) > 1 else x, inputs)
     for given, must_work in ((inputs, has_values), *((other, False) for other in (smaller, *others))):
         try:
@@ -368,6 +375,10 @@ def _compare(expected: Any, found: Any) -> None:
             same = torch.allclose(left, right, rtol=1e-4, atol=1e-5, equal_nan=True)
         if not same:
             raise CaptureError("the captured graph computes something else than the model")
+
+
+def _have_values(inputs: Any) -> bool:
+    return not any(leaf.is_meta for leaf in _tensors(inputs))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
