@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,72 @@ def test_a_model_that_cannot_be_exported_is_traced_with_its_undecidable_part_lef
     captured = capture(job.model, batch(job)[0])
     assert captured.front_end == "fx"
     assert [layer.name for layer in captured.layers] == ["0", "1", "2", "3", "loss"]
+
+
+class Reverse(torch.autograd.Function):
+    """As in domain-adversarial training: its gradient is not that of its forward, and export sees the forward alone."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Reversal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        reversed_: Tensor = Reverse.apply(x)
+        return reversed_
+
+
+def test_a_front_end_that_gets_gradients_wrong_is_not_taken() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Reversal(), nn.Linear(4, 2))
+    captured = capture(model, torch.randn(3, 4))
+    assert captured.front_end == "fx"
+    with pytest.raises(CaptureError, match=r"another gradient of 0\.weight"):
+        capture(model, torch.randn(3, 4), only="export")
+
+
+class ZeroTable(nn.Module):
+    """Starts as the identity, so that whatever is done with its table does not show in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.gate = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        reversed_: Tensor = Reverse.apply(self.table)
+        return x + self.gate * reversed_
+
+
+def test_parameters_that_start_at_zero_hide_no_wrong_gradient_and_stay_zero() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), ZeroTable())
+    with pytest.raises(CaptureError, match=r"another gradient of 1\.table"):
+        capture(model, torch.randn(3, 4), only="export")
+    assert not model[1].table.any()
+
+
+class DrawsElsewhere(nn.Module):
+    """Draws from numpy and Python's own generator, as SpecAugment and some augmentations do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(np.random.rand()) * random.random()
+
+
+def test_capture_keeps_the_random_states_of_numpy_and_python_and_freezes_no_number_drawn_from_them() -> None:
+    np.random.seed(3)
+    random.seed(3)
+    expected = np.random.get_state()[1].copy(), random.getstate()
+    model = nn.Sequential(nn.Linear(4, 4), DrawsElsewhere(), nn.Linear(4, 4))
+    captured = capture(model, torch.randn(3, 4))
+    assert [layer.name for layer in captured.layers] == ["0", "1", "2", "loss"]
+    assert captured.front_end == "fx"
+    with pytest.raises(CaptureError, match="forward draws from"):
+        capture(model, torch.randn(3, 4), only="export")
+    assert np.array_equal(np.random.get_state()[1], expected[0])
+    assert random.getstate() == expected[1]
 
 
 class Loud(nn.Module):

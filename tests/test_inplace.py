@@ -74,6 +74,23 @@ class Averaging(Linears):
         return {"y": y / self.scale, "nested": ([self.steps, None], 3)}
 
 
+class Residual(Linears):
+    """As in torchvision's ResNet: the sum is made in place, and the activation overwrites it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.relu = nn.LayerNorm(4), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.a(x))
+        out = self.norm(self.b(x))
+        out += x
+        out = self.relu(out)
+        out = self.c(out)
+        out += x
+        return self.relu(out)
+
+
 class WritesIntoCopies(Linears):
     """Operations that may copy and here do, for every batch of two samples or more."""
 
@@ -112,7 +129,7 @@ class CopyAndSource(Linears):
 
 
 MODELS = pytest.mark.parametrize(
-    "model", [PartOverwritten, ViewOutlives, Twice, Averaging, WritesIntoCopies, WritesIntoWhatDidNotCopy]
+    "model", [PartOverwritten, ViewOutlives, Twice, Averaging, Residual, WritesIntoCopies, WritesIntoWhatDidNotCopy]
 )
 
 
