@@ -106,6 +106,42 @@ def test_capture_keeps_the_random_states_of_numpy_and_python_and_freezes_no_numb
     assert random.getstate() == expected[1]
 
 
+class Skipping(nn.Module):
+    """LayerDrop as transformers spells it, in a module that has dropout of its own."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layers, self.layerdrop = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.5, training=self.training)
+        for layer in self.layers:
+            if self.training:
+                drawn = torch.rand([])
+                if drawn < self.layerdrop:
+                    continue
+            x = nn.functional.dropout(layer(x), 0.5, training=self.training)
+        return x
+
+
+def test_layer_drop_at_rate_zero_is_captured_as_if_it_were_not_there() -> None:
+    captured = capture(nn.Sequential(nn.Linear(4, 4), Skipping(0.0)), torch.randn(3, 4))
+    assert captured.front_end == "export"
+    names = [layer.name for layer in captured.layers]
+    assert names == ["0", "1.dropout", "1.layers.0", "1.dropout~2", "1.layers.1", "1.dropout~3", "1.layers.2",
+                     "1.dropout~4", "loss"]  # fmt: skip
+
+
+def test_layer_drop_at_another_rate_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"1 \(Skipping\) skips layers at random.*0\.25.*layerdrop=0"):
+        capture(nn.Sequential(nn.Linear(4, 4), Skipping(0.25)), torch.randn(3, 4))
+
+
+def test_a_model_that_skips_layers_in_training_alone_is_captured_for_evaluation() -> None:
+    captured = capture(nn.Sequential(nn.Linear(4, 4), Skipping(0.25)), torch.randn(3, 4), mode="eval")
+    assert captured.front_end == "export"
+
+
 class Loud(nn.Module):
     """Takes what it is given, in no declared form, and decides by the data."""
 

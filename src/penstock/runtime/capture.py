@@ -18,7 +18,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CaptureError, JobError
 from penstock.runtime.aliases import mutated_arguments, observe, observe_without_values
 from penstock.runtime.grouping import CapturedLayer, group_into_layers
+from penstock.runtime.layer_drop import LayerDropError, WithoutLayerDrop
 from penstock.runtime.recording import CPU, META, WithoutValues
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,8 @@ def _capture(model: nn.Module, inputs: Any, others: Sequence[Any], mode: str, on
                     with _quietly(), untouched(model):
                         captured = attempt()
                     _check_same(model, captured, inputs, others)
+                except LayerDropError:
+                    raise
                 except Exception as error:  # whatever a front end cannot do, the next may
                     reasons.append(f"{name}: {_first_line(error)}")
                     log.debug("front end %s: %s", name, error)
@@ -167,7 +170,7 @@ def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
         dynamic = pytree.tree_map(_varying, (args, kwargs), *(call_arguments(other) for other in others))
         shapes = _by_parameter(model, *dynamic)
         with _plain_output(model):
-            with _no_frozen_draws():
+            with WithoutLayerDrop(model), _no_frozen_draws():
                 exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         module = exported.module(check_guards=False)
         out_spec = exported.call_spec.out_spec
@@ -364,7 +367,8 @@ def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Seque
 
     def run_model(given: Any) -> Any:
         args, kwargs = call_arguments(given)
-        return model(*args, **kwargs)
+        with WithoutLayerDrop(model) if captured.front_end == "export" else nullcontext():
+            return model(*args, **kwargs)
 
     def run_graph(given: Any) -> Any:
         return captured.rebuild_output(graph.run(*captured.bind(given), enable_io_processing=False))
