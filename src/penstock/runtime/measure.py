@@ -23,6 +23,7 @@ from penstock.runtime.capture import capture, untouched
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.layer_times import LayerTimes, StepTimes, Timer, as_leaf, tensors_in
 from penstock.runtime.optimizers import Optimizers
+from penstock.runtime.payload import obstacle
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.worker import Clock
@@ -98,6 +99,7 @@ class _Made:
     num_bytes: int
     differentiable: bool
     dtype: str
+    opaque: str
 
 
 @dataclass
@@ -170,6 +172,7 @@ class Measurement:
                 num_bytes=self._made[node.name].num_bytes,
                 differentiable=self._made[node.name].differentiable,
                 dtype=self._made[node.name].dtype,
+                opaque=self._made[node.name].opaque,
             )
             for node, consumers in self.splitter.consumers.items()
         )
@@ -245,6 +248,7 @@ class Measurement:
                 num_bytes=sum(t.nbytes for t in tensors_in(value)),
                 differentiable=any(t.requires_grad for t in tensors_in(value)),
                 dtype=", ".join(sorted({str(t.dtype).partition(".")[2] for t in tensors_in(value)})),
+                opaque=obstacle(value),
             )
 
 
