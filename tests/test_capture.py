@@ -154,10 +154,43 @@ class Loud(nn.Module):
         return self.linear(x) if bool(x.sum() > -1e9) else x
 
 
+class Variadic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.linear(sum(args, torch.zeros(())))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_arguments_may_be_in_no_declared_form(count: int) -> None:
+    assert capture(Variadic(), (torch.ones(4, 6),) * count).front_end == "export"
+
+
 def test_what_nothing_can_trace_is_one_layer() -> None:
     captured = capture(Loud(), torch.randn(4, 6))
     assert captured.front_end == "module"
     assert len(captured.layers) == 2
+
+
+def test_a_module_capture_says_where_and_why_export_could_not() -> None:
+    captured = capture(Loud(), torch.randn(4, 6))
+    assert captured.reason.startswith("what it does depends on the values of tensors (`return self.linear(x) if bool(")
+    assert "test_capture.py:" in captured.reason
+    assert "\n" not in captured.reason
+    assert capture(nn.Linear(4, 4), torch.randn(2, 4)).reason == ""
+
+
+def test_torch_prints_no_graph_of_what_it_cannot_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    capture(Loud(), torch.randn(4, 6))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_reason_is_said_once_for_each_front_end() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(nn.Sequential(nn.Sequential(nn.Sequential(Broken()))), torch.randn(2, 2))
+    assert str(caught.value).count("fx:") == 1
 
 
 def test_a_sequential_that_nothing_can_trace_keeps_its_children() -> None:

@@ -109,7 +109,7 @@ class Downsets:
 
 
 def find_downsets(graph: LayerGraph, weights: Mapping[int, float], most: int = MOST_DOWNSETS) -> Downsets:
-    """At most ``most`` downsets, all of them if they are no more. None parts the maker of an opaque value from a reader.
+    """At most ``most`` downsets, all of them if they are no more, but for those that an opaque value would cross.
 
     ``weights`` says what each layer costs. Model inputs come along with whatever reads them first, and a layer that
     costs nothing and that nobody reads with the layer it reads from: neither loses a plan worth having.

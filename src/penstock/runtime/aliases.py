@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 Alias = Literal["same", "view"]
@@ -83,7 +82,7 @@ def observe_without_values(graph: fx.Graph, root: nn.Module) -> None:
 
 
 def _memories(value: Any) -> set[int]:
-    return {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in _tensors(value)}
+    return {tensor.untyped_storage()._cdata for tensor in _tensors(value)}
 
 
 def _layouts(value: Any) -> list[tuple[Any, ...]]:
@@ -97,7 +96,8 @@ class _Observer(fx.Interpreter):
         if n.op not in ("call_function", "call_method", "call_module"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
         memories = {name: _memories(value) for name, value in given.items()}
         versions = {name: _versions(value) for name, value in given.items()}
         layouts = _layouts(args[:1])

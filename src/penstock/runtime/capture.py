@@ -13,13 +13,13 @@ All three give an fx graph over the model's own parameters, so everything behind
 from __future__ import annotations
 
 import inspect
+import io
 import logging
-import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,8 +29,10 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError, JobError
 from penstock.runtime.aliases import mutated_arguments, observe, observe_without_values
+from penstock.runtime.fidelity import check_same, copied, have_values, tensors_in, untouched
 from penstock.runtime.grouping import CapturedLayer, group_into_layers
 from penstock.runtime.layer_drop import LayerDropError, WithoutLayerDrop
+from penstock.runtime.reasons import why
 from penstock.runtime.recording import CPU, META, WithoutValues
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ class Captured:
     """the job's inputs, in the order of the graph's placeholders"""
     rebuild_output: Callable[[Any], Any]
     """what the graph's output node holds -> what the model returns"""
+    reason: str = ""
+    """Why torch.export could not capture the model, where another front end did."""
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -82,7 +86,7 @@ def capture(
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return _capture(model, inputs, others, mode, only)
-    device = next((leaf.device for leaf in _tensors(inputs)), CPU)
+    device = next((leaf.device for leaf in tensors_in(inputs)), CPU)
     with WithoutValues():
         shapes = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(META), (inputs, others))
         captured = _capture(model, shapes[0], shapes[1], mode, only)
@@ -107,7 +111,7 @@ def _move_from_meta(captured: Captured, device: torch.device) -> None:
 def _capture(model: nn.Module, inputs: Any, others: Sequence[Any], mode: str, only: str | None) -> Captured:
     with untouched(model):
         model.train(mode == "train")
-        reasons = []
+        reasons: dict[str, str] = {}
         for name, front_end in zip(FRONT_ENDS, (_export, _fx, _module), strict=True):
             if only not in (None, name):
                 continue
@@ -115,52 +119,36 @@ def _capture(model: nn.Module, inputs: Any, others: Sequence[Any], mode: str, on
                 try:
                     with _quietly(), untouched(model):
                         captured = attempt()
-                    _check_same(model, captured, inputs, others)
+                    _check(model, captured, inputs, others)
                 except LayerDropError:
                     raise
                 except Exception as error:  # whatever a front end cannot do, the next may
-                    reasons.append(f"{name}: {_first_line(error)}")
-                    log.debug("front end %s: %s", name, error)
+                    log.debug("front end %s: %s", name, error, exc_info=True)
+                    reasons.setdefault(name, why(error))  # the same again, or of a larger piece
                     continue
+                if name != "export" and "export" in reasons:
+                    captured = replace(captured, reason=reasons["export"])
+                    log.info(
+                        "%s is captured by %s, as torch.export cannot: %s", type(model).__name__, name, captured.reason
+                    )
                 return captured
-    raise CaptureError(f"{type(model).__name__} cannot be captured; " + "; ".join(reasons))
+    raise CaptureError(
+        f"{type(model).__name__} cannot be captured; " + "; ".join(f"{k}: {v}" for k, v in reasons.items())
+    )
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """A front end that cannot do a model says so at length; the next one may, and the reasons are kept anyway."""
-    level = logging.root.manager.disable
+    """A front end that cannot do a model says so at length; what it prints goes to the debug log."""
+    level, printed = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(printed), redirect_stderr(printed):
             yield
     finally:
         logging.disable(level)
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Put mode, buffers, gradients and the random states of torch, numpy and Python back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    held = {module: dict(module._buffers) for module in model.modules()}  # a model may assign others, even fx's proxies
-    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            for module, training in modes.items():
-                module.training = training
-            for module, own in held.items():
-                module._buffers.update(own)
-            with torch.no_grad():
-                for buffer, saved in buffers.items():
-                    buffer.copy_(saved)
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
+        if printed.getvalue().strip():
+            log.debug("printed meanwhile:\n%s", printed.getvalue())
 
 
 def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Callable[[], Captured]]:
@@ -169,9 +157,8 @@ def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
         names = list(kwargs)
         dynamic = pytree.tree_map(_varying, (args, kwargs), *(call_arguments(other) for other in others))
         shapes = _by_parameter(model, *dynamic)
-        with _plain_output(model):
-            with WithoutLayerDrop(model), _no_frozen_draws():
-                exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        with _plain_output(model), WithoutLayerDrop(model), _no_frozen_draws():
+            exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         module = exported.module(check_guards=False)
         out_spec = exported.call_spec.out_spec
 
@@ -252,11 +239,8 @@ def _number(size: int | torch.SymInt) -> int | None:
 
 
 def _by_parameter(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """dynamic_shapes wants one entry per argument of forward, by name where there are keywords."""
-    if not kwargs:
-        return args
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    return dict(bound.arguments)
+    """dynamic_shapes wants one entry per parameter of forward, by name, so that ``*args`` is one."""
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
@@ -339,9 +323,9 @@ def _captured(
     inputs: Any,
 ) -> Captured:
     try:
-        observe(graph, root, bind(_copied(inputs)))
+        observe(graph, root, bind(copied(inputs)))
     except Exception:
-        if _have_values(inputs):
+        if have_values(inputs):
             raise
         observe_without_values(graph, root)
     canonical = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
@@ -356,13 +340,7 @@ def _captured(
     )
 
 
-def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Sequence[Any]) -> None:
-    """The graph must compute what the model computes, for this batch, for a smaller one and for the others.
-
-    Each starts alike, also where the model changes its buffers or writes into its inputs. Gradients are compared for
-    this batch, when the model is trained. Without values only shapes can be compared, and nothing if the model asks for
-    values that it can do without when it is captured.
-    """
+def _check(model: nn.Module, captured: Captured, inputs: Any, others: Sequence[Any]) -> None:
     graph = fx.Interpreter(fx.GraphModule(captured.root, captured.graph), graph=captured.graph)
 
     def run_model(given: Any) -> Any:
@@ -373,123 +351,4 @@ def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Seque
     def run_graph(given: Any) -> Any:
         return captured.rebuild_output(graph.run(*captured.bind(given), enable_io_processing=False))
 
-    has_values = _have_values(inputs)
-    if has_values:
-        with _without_zeros(model):
-            try:
-                expected = _outcome(model, run_model, inputs, differentiate=model.training)
-            except Exception:  # it may be for inference alone
-                expected = _outcome(model, run_model, inputs, differentiate=False)
-            _compare(expected, _outcome(model, run_graph, inputs, differentiate=expected.gradients is not None))
-    smaller = pytree.tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() > 0 and len(x) > 1 else x, inputs)
-    for given in (*([] if has_values else [inputs]), smaller, *others):
-        try:
-            expected = _outcome(model, run_model, given, differentiate=False)
-        except Exception:
-            continue  # the model itself does not take that size
-        _compare(expected, _outcome(model, run_graph, given, differentiate=False))
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    output: list[Tensor]
-    gradients: dict[str, Tensor] | None
-    """of a weighted sum of the output, by parameter; None where they were not asked for or cannot be found"""
-
-
-def _outcome(model: nn.Module, run: Callable[[Any], Any], inputs: Any, *, differentiate: bool) -> _Outcome:
-    with untouched(model), torch.set_grad_enabled(differentiate):
-        random.seed(1)  # not as when it was captured: a number drawn then must not be a constant of the graph
-        np.random.seed(1)
-        output = _tensors(run(_copied(inputs)))
-        gradients = _gradients(model, output) if differentiate else None
-        return _Outcome([tensor.detach().clone() for tensor in output], gradients)  # it may be a buffer
-
-
-def _gradients(model: nn.Module, output: list[Tensor]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    total = torch.zeros(())
-    for tensor in output:
-        if tensor.requires_grad:
-            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            weights = torch.randn(numbers.shape, generator=generator).to(numbers)
-            total = total.to(tensor.device) + (numbers * weights).sum()
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not trained or not total.requires_grad:
-        return {}
-    found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
-
-
-@contextmanager
-def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Small random numbers in place of parameters that are all zero, which would hide what is done with them."""
-    generator = torch.Generator().manual_seed(0)
-    zeros = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point() and not p.any()}
-    try:
-        with torch.no_grad():
-            for parameter in zeros:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, saved in zeros.items():
-                parameter.copy_(saved)
-
-
-def _copied(inputs: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-
-
-GRADIENT_TOLERANCE, ROUNDING = 1e-3, 1e-5
-"""How far a gradient may be off beside its largest element, or if that is less, beside the largest of all times this:
-a gradient that is zero but for rounding has no size of its own."""
-
-
-def _compare(expected: _Outcome, found: _Outcome) -> None:
-    if len(expected.output) != len(found.output):
-        raise CaptureError(f"the captured graph returns {len(found.output)} tensors, the model {len(expected.output)}")
-    for left, right in zip(expected.output, found.output, strict=True):
-        if left.is_meta:
-            same = left.shape == right.shape and left.dtype == right.dtype
-        else:
-            same = torch.allclose(left, right, rtol=1e-4, atol=1e-5, equal_nan=True)
-        if not same:
-            raise CaptureError("the captured graph computes something else than the model")
-    if expected.gradients is None or found.gradients is None:
-        return
-    floor = ROUNDING * max((_size(gradient) for gradient in expected.gradients.values()), default=0.0)
-    for name in {**expected.gradients, **found.gradients}:
-        difference = _difference(expected.gradients.get(name), found.gradients.get(name))
-        limit = GRADIENT_TOLERANCE * max(_size(expected.gradients.get(name)), floor)
-        if difference > limit:
-            raise CaptureError(
-                f"the captured graph has another gradient of {name} than the model (off by {difference:.1e}, "
-                f"allowed {limit:.1e})"
-            )
-
-
-def _size(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None or not gradient.numel() else float(gradient.nan_to_num().abs().max())
-
-
-def _difference(one: Tensor | None, other: Tensor | None) -> float:
-    """The largest of any element; a gradient that is missing counts as zero, and NaN is the same as NaN alone."""
-    if one is None or other is None:
-        return max(_size(one), _size(other))
-    if not torch.equal(one.isnan(), other.isnan()):
-        return math.inf
-    return _size(one.nan_to_num() - other.nan_to_num())
-
-
-def _have_values(inputs: Any) -> bool:
-    return not any(leaf.is_meta for leaf in _tensors(inputs))
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+    check_same(model, run_model, run_graph, inputs, others)

@@ -66,7 +66,8 @@ def _keep_copies_apart(graph: fx.Graph) -> None:
         if node in written or base_of(source) in written:
             with graph.inserting_after(node):
                 copy = _like(graph.call_function(apart, (node, source)), node, node, None)
-            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+            for user in [user for user in node.users if user is not copy]:
+                user.replace_input_with(node, copy)
 
 
 def _operation_name(node: fx.Node) -> str:

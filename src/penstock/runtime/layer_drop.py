@@ -1,7 +1,7 @@
 """LayerDrop: models that skip whole layers at random, by ``if torch.rand([]) < self.layerdrop``.
 
-No graph can hold such a choice. At rate 0, which is the usual one, there is nothing to choose: under ``WithoutLayerDrop`` the
-model computes as if the line were not there, and draws no number for it.
+No graph can hold such a choice. At rate 0, which is the usual one, there is nothing to choose: under
+``WithoutLayerDrop`` the model computes as if the line were not there, and draws no number for it.
 """
 
 from __future__ import annotations

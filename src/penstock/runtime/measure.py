@@ -19,8 +19,9 @@ from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.job import Job
 from penstock.profile import LayerSeconds, Profile
 from penstock.runtime.blueprint import Blueprint, blueprint_of
-from penstock.runtime.capture import capture, untouched
+from penstock.runtime.capture import capture
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
+from penstock.runtime.fidelity import untouched
 from penstock.runtime.layer_times import LayerTimes, StepTimes, Timer, as_leaf, tensors_in
 from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.payload import obstacle
@@ -66,6 +67,7 @@ def profile_job(
     return Profile(
         model=type(blueprint.model).__name__,
         front_end=captured.front_end,
+        reason=captured.reason,
         batch_size=job.batch_size,
         microbatch_size=min(microbatch_size, len(job.data)),
         threads=threads,
