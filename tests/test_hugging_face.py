@@ -17,9 +17,12 @@ from models import sgd
 from penstock import Job
 from penstock.profile import Profile
 from penstock.runtime.verify import without_dropout
+from penstock.workloads.torchvision import has_torchvision, import_torchvision
 from test_shapes import padded
 from test_worker import check_same_weights, single_process
 
+if has_torchvision():
+    import_torchvision()  # transformers imports it too
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; pip install '.[dev]'")
 
 VOCABULARY, LENGTH = 50, 8

@@ -117,6 +117,19 @@ class WritesIntoWhatDidNotCopy(Linears):
         return self.c(h) + early
 
 
+class WritesIntoOneOfSeveral(Linears):
+    """An operation that makes several tensors, and views of a mask that has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        largest, _ = h.topk(2, dim=1)
+        kept = largest * 2.0
+        largest += 1.0
+        left, _ = (mask := (x > 0).float()).chunk(2, dim=1)
+        left.fill_(1.0)
+        return self.b(h) * mask + self.c(torch.cat([largest, kept], dim=1))
+
+
 class CopyAndSource(Linears):
     """Both a copy and what it was copied from are read after the copy was overwritten."""
 
@@ -129,7 +142,17 @@ class CopyAndSource(Linears):
 
 
 MODELS = pytest.mark.parametrize(
-    "model", [PartOverwritten, ViewOutlives, Twice, Averaging, Residual, WritesIntoCopies, WritesIntoWhatDidNotCopy]
+    "model",
+    [
+        PartOverwritten,
+        ViewOutlives,
+        Twice,
+        Averaging,
+        Residual,
+        WritesIntoCopies,
+        WritesIntoWhatDidNotCopy,
+        WritesIntoOneOfSeveral,
+    ],
 )
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-Alias = Literal["same", "view"]
-"""How a value shares memory with the first argument of its operation: as the same tensor, or as a view of it."""
+Alias = Literal["same", "view", "item"]
+"""How a value shares memory with the first argument of its operation: as the same tensor, as a view of it, or as one of
+several tensors that it holds."""
 
 _ALIAS, _OVERWRITES = "penstock_alias", "penstock_overwrites"
 
@@ -78,6 +79,8 @@ def observe_without_values(graph: fx.Graph, root: nn.Module) -> None:
         if isinstance(first, fx.Node) and "val" in node.meta and "val" in first.meta:
             made, given = _memories(node.meta["val"]), _memories(first.meta["val"])
             alias: Alias = "same" if first in mutated_arguments(node) else "view"
+            if not isinstance(first.meta["val"], Tensor):
+                alias = "item"
             set_findings(node, alias if made and made <= given else None)
 
 
@@ -110,6 +113,8 @@ class _Observer(fx.Interpreter):
                 seen |= memories[name]
         shared = bool(args) and _memories(result) and _memories(result) <= memories[0]
         alias: Alias = "same" if _layouts(result) == layouts else "view"
+        if args and not isinstance(args[0], Tensor):
+            alias = "item"
         set_findings(n, alias if shared else None, tuple(overwrites))
         return result
 

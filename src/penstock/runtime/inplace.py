@@ -210,6 +210,9 @@ def base_of(node: fx.Node) -> fx.Node:
 def names_of_memory(node: fx.Node) -> list[fx.Node]:
     """The node and the values whose memory it has: through views and writings back to where the memory was made."""
     found = [node]
-    while alias_of_first(found[-1]) is not None:
-        found.append(cast(fx.Node, found[-1].args[0]))
+    while alias := alias_of_first(found[-1]):
+        source = cast(fx.Node, found[-1].args[0])
+        if alias == "item" and alias_of_first(source) is None:
+            break  # several tensors were made at once, and this is one of them
+        found.append(source)
     return found
