@@ -78,11 +78,15 @@ class Fatal(ZooModel):
 
 def test_a_model_that_takes_too_long_or_ends_its_process_is_a_row_with_the_reason() -> None:
     assert row_within(Endless(library="x", builder="y", inputs="text"), 0.2).reason == "not done after 0.2 s"
-    assert row_within(Fatal(library="x", builder="y", inputs="text"), 20.0).reason == "its process ended with exit code 3"
+    assert (
+        row_within(Fatal(library="x", builder="y", inputs="text"), 20.0).reason == "its process ended with exit code 3"
+    )
 
 
 def test_rows_show_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = ModelRow(model="a/b", front_end="export", layers=7, cut="3 + 5", largest_difference=1e-7, trained=10, met=True)
+    row = ModelRow(
+        model="a/b", front_end="export", layers=7, cut="3 + 5", largest_difference=1e-7, trained=10, met=True
+    )
     assert row.cells == ("a/b", "export", "7", "0.0", "3 + 5", "1e-07", "10", "yes")
     assert ModelRow(model="a/b", reason="why").footnote == "a/b: why"
     monkeypatch.setattr(models, "import_torchvision", lambda: None)
