@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,108 @@ def test_a_model_that_cannot_be_exported_is_traced_with_its_undecidable_part_lef
     assert [layer.name for layer in captured.layers] == ["0", "1", "2", "3", "loss"]
 
 
+class Reverse(torch.autograd.Function):
+    """As in domain-adversarial training: its gradient is not that of its forward, and export sees the forward alone."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Reversal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        reversed_: Tensor = Reverse.apply(x)
+        return reversed_
+
+
+def test_a_front_end_that_gets_gradients_wrong_is_not_taken() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Reversal(), nn.Linear(4, 2))
+    captured = capture(model, torch.randn(3, 4))
+    assert captured.front_end == "fx"
+    with pytest.raises(CaptureError, match=r"another gradient of 0\.weight"):
+        capture(model, torch.randn(3, 4), only="export")
+
+
+class ZeroTable(nn.Module):
+    """Starts as the identity, so that whatever is done with its table does not show in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.gate = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        reversed_: Tensor = Reverse.apply(self.table)
+        return x + self.gate * reversed_
+
+
+def test_parameters_that_start_at_zero_hide_no_wrong_gradient_and_stay_zero() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), ZeroTable())
+    with pytest.raises(CaptureError, match=r"another gradient of 1\.table"):
+        capture(model, torch.randn(3, 4), only="export")
+    assert not model[1].table.any()
+
+
+class DrawsElsewhere(nn.Module):
+    """Draws from numpy and Python's own generator, as SpecAugment and some augmentations do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(np.random.rand()) * random.random()
+
+
+def test_capture_keeps_the_random_states_of_numpy_and_python_and_freezes_no_number_drawn_from_them() -> None:
+    np.random.seed(3)
+    random.seed(3)
+    expected = np.random.get_state()[1].copy(), random.getstate()
+    model = nn.Sequential(nn.Linear(4, 4), DrawsElsewhere(), nn.Linear(4, 4))
+    captured = capture(model, torch.randn(3, 4))
+    assert [layer.name for layer in captured.layers] == ["0", "1", "2", "loss"]
+    assert captured.front_end == "fx"
+    with pytest.raises(CaptureError, match="forward draws from"):
+        capture(model, torch.randn(3, 4), only="export")
+    assert np.array_equal(np.random.get_state()[1], expected[0])
+    assert random.getstate() == expected[1]
+
+
+class Skipping(nn.Module):
+    """LayerDrop as transformers spells it, in a module that has dropout of its own."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layers, self.layerdrop = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.5, training=self.training)
+        for layer in self.layers:
+            if self.training:
+                drawn = torch.rand([])
+                if drawn < self.layerdrop:
+                    continue
+            x = nn.functional.dropout(layer(x), 0.5, training=self.training)
+        return x
+
+
+def test_layer_drop_at_rate_zero_is_captured_as_if_it_were_not_there() -> None:
+    captured = capture(nn.Sequential(nn.Linear(4, 4), Skipping(0.0)), torch.randn(3, 4))
+    assert captured.front_end == "export"
+    names = [layer.name for layer in captured.layers]
+    assert names == ["0", "1.dropout", "1.layers.0", "1.dropout~2", "1.layers.1", "1.dropout~3", "1.layers.2",
+                     "1.dropout~4", "loss"]  # fmt: skip
+
+
+def test_layer_drop_at_another_rate_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"1 \(Skipping\) skips layers at random.*0\.25.*layerdrop=0"):
+        capture(nn.Sequential(nn.Linear(4, 4), Skipping(0.25)), torch.randn(3, 4))
+
+
+def test_a_model_that_skips_layers_in_training_alone_is_captured_for_evaluation() -> None:
+    captured = capture(nn.Sequential(nn.Linear(4, 4), Skipping(0.25)), torch.randn(3, 4), mode="eval")
+    assert captured.front_end == "export"
+
+
 class Loud(nn.Module):
     """Takes what it is given, in no declared form, and decides by the data."""
 
@@ -50,10 +154,43 @@ class Loud(nn.Module):
         return self.linear(x) if bool(x.sum() > -1e9) else x
 
 
+class Variadic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.linear(sum(args, torch.zeros(())))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_arguments_may_be_in_no_declared_form(count: int) -> None:
+    assert capture(Variadic(), (torch.ones(4, 6),) * count).front_end == "export"
+
+
 def test_what_nothing_can_trace_is_one_layer() -> None:
     captured = capture(Loud(), torch.randn(4, 6))
     assert captured.front_end == "module"
     assert len(captured.layers) == 2
+
+
+def test_a_module_capture_says_where_and_why_export_could_not() -> None:
+    captured = capture(Loud(), torch.randn(4, 6))
+    assert captured.reason.startswith("what it does depends on the values of tensors (`return self.linear(x) if bool(")
+    assert "test_capture.py:" in captured.reason
+    assert "\n" not in captured.reason
+    assert capture(nn.Linear(4, 4), torch.randn(2, 4)).reason == ""
+
+
+def test_torch_prints_no_graph_of_what_it_cannot_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    capture(Loud(), torch.randn(4, 6))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_reason_is_said_once_for_each_front_end() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(nn.Sequential(nn.Sequential(nn.Sequential(Broken()))), torch.randn(2, 2))
+    assert str(caught.value).count("fx:") == 1
 
 
 def test_a_sequential_that_nothing_can_trace_keeps_its_children() -> None:

@@ -15,10 +15,15 @@ from torch import Tensor, nn
 from in_threads import check_same_gradients, even_plan, only_stage, profile, run_in_threads
 from models import sgd
 from penstock import Job
+from penstock.errors import CaptureError
 from penstock.profile import Profile
+from penstock.runtime.capture import capture
+from penstock.workloads.torchvision import has_torchvision, import_torchvision
 from test_shapes import padded
 from test_worker import check_same_weights, single_process
 
+if has_torchvision():
+    import_torchvision()  # transformers imports it too
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; pip install '.[dev]'")
 
 VOCABULARY, LENGTH = 50, 8
@@ -144,3 +149,13 @@ def test_a_loss_sees_nothing_of_what_a_graph_cannot_return() -> None:
     profile(replace(job, loss=loss))
     assert seen
     assert all(each is None for each in seen)
+
+
+def test_layer_drop_is_refused_with_the_module_and_the_rate() -> None:
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, decoder_layerdrop=0.1,
+    )  # fmt: skip
+    tokens = torch.randint(4, VOCABULARY, (3, LENGTH))
+    with pytest.raises(CaptureError, match=r"model\.decoder \(BartDecoder\) skips layers at random .* < 0\.1`"):
+        capture(transformers.BartForConditionalGeneration(config), {"input_ids": tokens, "decoder_input_ids": tokens})

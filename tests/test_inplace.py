@@ -74,7 +74,86 @@ class Averaging(Linears):
         return {"y": y / self.scale, "nested": ([self.steps, None], 3)}
 
 
-MODELS = pytest.mark.parametrize("model", [PartOverwritten, ViewOutlives, Twice, Averaging])
+class Residual(Linears):
+    """As in torchvision's ResNet: the sum is made in place, and the activation overwrites it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.relu = nn.LayerNorm(4), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.a(x))
+        out = self.norm(self.b(x))
+        out += x
+        out = self.relu(out)
+        out = self.c(out)
+        out += x
+        return self.relu(out)
+
+
+class WritesIntoCopies(Linears):
+    """Operations that may copy and here do, for every batch of two samples or more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = self.a(x).permute(1, 0).contiguous()
+        columns[:, 0] += 9.0
+        mixed = self.b(x).view(-1, 2, 2).transpose(1, 2).reshape(-1, 4)
+        mixed[:, 1] *= 2.0
+        wide = self.c(x).to(torch.float64)
+        wide[:, 2] -= 1.0
+        return columns.permute(1, 0) + mixed + wide.to(torch.float32)
+
+
+class WritesIntoWhatDidNotCopy(Linears):
+    """The same operations where they return their argument, which is read afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        early = h + self.b(x)
+        h.reshape(-1, 2, 2)[:, 0] += 1.0
+        h.contiguous()[:, 1] *= 2.0
+        h.to(torch.float32)[:, 2] -= 1.0
+        nn.functional.dropout(h, 0.0).mul_(3.0)
+        return self.c(h) + early
+
+
+class WritesIntoOneOfSeveral(Linears):
+    """An operation that makes several tensors, and views of a mask that has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        largest, _ = h.topk(2, dim=1)
+        kept = largest * 2.0
+        largest += 1.0
+        left, _ = (mask := (x > 0).float()).chunk(2, dim=1)
+        left.fill_(1.0)
+        return self.b(h) * mask + self.c(torch.cat([largest, kept], dim=1))
+
+
+class CopyAndSource(Linears):
+    """Both a copy and what it was copied from are read after the copy was overwritten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        columns = h.permute(1, 0).contiguous()
+        columns[:, 0] += 9.0
+        h[:, 1] *= 2.0
+        return self.b(columns.permute(1, 0)) * h + self.c(h)
+
+
+MODELS = pytest.mark.parametrize(
+    "model",
+    [
+        PartOverwritten,
+        ViewOutlives,
+        Twice,
+        Averaging,
+        Residual,
+        WritesIntoCopies,
+        WritesIntoWhatDidNotCopy,
+        WritesIntoOneOfSeveral,
+    ],
+)
 
 
 def make_job(model: type[nn.Module]) -> Job:
@@ -114,3 +193,10 @@ def test_a_buffer_is_read_and_written_in_one_layer() -> None:
     layers = [layer.name for layer in made_profile(Averaging).graph.layers]
     assert "a" in layers
     assert "b" not in layers  # between the reading of `mean` and its writing
+
+
+def test_a_copy_and_its_source_are_told_apart() -> None:
+    found = made_profile(CopyAndSource)
+    for cuts in (1, 2, len(found.graph.layers)):
+        plan = even_plan(found, (1,) * cuts, "1f1b", microbatches=2)
+        check_same_gradients(plan, lambda: make_job(CopyAndSource))

@@ -63,6 +63,8 @@ class Value:
     """whether a gradient of the same size travels back"""
     dtype: str = ""
     """of its numbers, by torch's name without the module; empty where it is not known"""
+    opaque: str = ""
+    """The type of a value that cannot be sent to another stage, such as an output object; empty for tensors."""
 
     def __post_init__(self) -> None:
         if self.num_bytes < 0:

@@ -252,6 +252,12 @@ class Plan:
                     raise PlanError(
                         f"value {value.name!r} would flow back from stage {source} to {target}; reorder the stages"
                     )
+                if source != target and value.opaque:
+                    names = [self.profile.graph.by_id[layer].name for layer in (value.producer, consumer)]
+                    raise PlanError(
+                        f"value {value.name!r} is a {value.opaque}, which cannot be sent from stage {source} to "
+                        f"{target}; keep layers {names[0]!r} and {names[1]!r} in one stage"
+                    )
 
     def _check_devices(self) -> None:
         if len(self.devices) > len(self.cluster.devices):

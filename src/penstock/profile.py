@@ -79,6 +79,8 @@ class Profile:
     model: str
     front_end: str
     """what captured the model: export, fx, module, or the name of an importer"""
+    reason: str = ""
+    """Why torch.export could not capture the model, where another front end did."""
     batch_size: int
     """samples per minibatch that the job asks for"""
     microbatch_size: int

@@ -9,6 +9,7 @@ from penstock.errors import JobError
 
 MODULES = {
     "accuracy": "accuracy",
+    "models": "models",
     "network": "network",
     "planner": "planner",
     "profile": "profile",

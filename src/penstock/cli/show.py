@@ -42,7 +42,8 @@ def profile_table(profile: Profile) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{profile.model} on {kind}: {profile.microbatch_size} samples, captured by {profile.front_end}",
-        caption=f"total {show_seconds(_total_s(profile))} per microbatch and update",
+        caption=f"total {show_seconds(_total_s(profile))} per microbatch and update"
+        + (f"\nnot captured by torch.export: {profile.reason}" if profile.reason else ""),
     )
     for column in ("layer", "kind"):
         table.add_column(column, overflow="fold")

@@ -8,7 +8,7 @@ follow each other are taken as one until they are few enough, and at worst only 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -109,7 +109,7 @@ class Downsets:
 
 
 def find_downsets(graph: LayerGraph, weights: Mapping[int, float], most: int = MOST_DOWNSETS) -> Downsets:
-    """At most ``most`` downsets, all of them if they are no more.
+    """At most ``most`` downsets, all of them if they are no more, but for those that an opaque value would cross.
 
     ``weights`` says what each layer costs. Model inputs come along with whatever reads them first, and a layer that
     costs nothing and that nobody reads with the layer it reads from: neither loses a plan worth having.
@@ -126,7 +126,9 @@ def find_downsets(graph: LayerGraph, weights: Mapping[int, float], most: int = M
     packed = np.array([list(mask.to_bytes(width, "little")) for mask in masks], dtype=np.uint8)
     members = np.unpackbits(packed, axis=1, bitorder="little")[:, : len(graph.layers)].astype(bool)
     members[0] = False  # nothing at all: inputs belong to the first stage that is cut off
-    return Downsets(graph, members, complete)
+    found_downsets = Downsets(graph, members, complete)
+    unsent = found_downsets.parts_any_of([(v.producer, *v.consumers) for v in graph.values if v.opaque])
+    return replace(found_downsets, members=members[~unsent])
 
 
 def _product(rows: Sequence[Any], columns: Sequence[Any], size: int) -> Floats:

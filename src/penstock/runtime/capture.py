@@ -13,20 +13,26 @@ All three give an fx graph over the model's own parameters, so everything behind
 from __future__ import annotations
 
 import inspect
+import io
 import logging
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError, JobError
+from penstock.runtime.aliases import mutated_arguments, observe, observe_without_values
+from penstock.runtime.fidelity import check_same, copied, have_values, tensors_in, untouched
 from penstock.runtime.grouping import CapturedLayer, group_into_layers
-from penstock.runtime.inplace import mutated_arguments
+from penstock.runtime.layer_drop import LayerDropError, WithoutLayerDrop
+from penstock.runtime.reasons import why
 from penstock.runtime.recording import CPU, META, WithoutValues
 
 log = logging.getLogger(__name__)
@@ -47,6 +53,8 @@ class Captured:
     """the job's inputs, in the order of the graph's placeholders"""
     rebuild_output: Callable[[Any], Any]
     """what the graph's output node holds -> what the model returns"""
+    reason: str = ""
+    """Why torch.export could not capture the model, where another front end did."""
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -78,7 +86,7 @@ def capture(
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return _capture(model, inputs, others, mode, only)
-    device = next((leaf.device for leaf in _tensors(inputs)), CPU)
+    device = next((leaf.device for leaf in tensors_in(inputs)), CPU)
     with WithoutValues():
         shapes = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(META), (inputs, others))
         captured = _capture(model, shapes[0], shapes[1], mode, only)
@@ -103,7 +111,7 @@ def _move_from_meta(captured: Captured, device: torch.device) -> None:
 def _capture(model: nn.Module, inputs: Any, others: Sequence[Any], mode: str, only: str | None) -> Captured:
     with untouched(model):
         model.train(mode == "train")
-        reasons = []
+        reasons: dict[str, str] = {}
         for name, front_end in zip(FRONT_ENDS, (_export, _fx, _module), strict=True):
             if only not in (None, name):
                 continue
@@ -111,47 +119,36 @@ def _capture(model: nn.Module, inputs: Any, others: Sequence[Any], mode: str, on
                 try:
                     with _quietly(), untouched(model):
                         captured = attempt()
-                    _check_same(model, captured, inputs, others)
+                    _check(model, captured, inputs, others)
+                except LayerDropError:
+                    raise
                 except Exception as error:  # whatever a front end cannot do, the next may
-                    reasons.append(f"{name}: {_first_line(error)}")
-                    log.debug("front end %s: %s", name, error)
+                    log.debug("front end %s: %s", name, error, exc_info=True)
+                    reasons.setdefault(name, why(error))  # the same again, or of a larger piece
                     continue
+                if name != "export" and "export" in reasons:
+                    captured = replace(captured, reason=reasons["export"])
+                    log.info(
+                        "%s is captured by %s, as torch.export cannot: %s", type(model).__name__, name, captured.reason
+                    )
                 return captured
-    raise CaptureError(f"{type(model).__name__} cannot be captured; " + "; ".join(reasons))
+    raise CaptureError(
+        f"{type(model).__name__} cannot be captured; " + "; ".join(f"{k}: {v}" for k, v in reasons.items())
+    )
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """A front end that cannot do a model says so at length; the next one may, and the reasons are kept anyway."""
-    level = logging.root.manager.disable
+    """A front end that cannot do a model says so at length; what it prints goes to the debug log."""
+    level, printed = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(printed), redirect_stderr(printed):
             yield
     finally:
         logging.disable(level)
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Put mode, buffers, gradients and the random state back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    held = {module: dict(module._buffers) for module in model.modules()}  # a model may assign others, even fx's proxies
-    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            for module, training in modes.items():
-                module.training = training
-            for module, own in held.items():
-                module._buffers.update(own)
-            with torch.no_grad():
-                for buffer, saved in buffers.items():
-                    buffer.copy_(saved)
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
+        if printed.getvalue().strip():
+            log.debug("printed meanwhile:\n%s", printed.getvalue())
 
 
 def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Callable[[], Captured]]:
@@ -160,7 +157,7 @@ def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
         names = list(kwargs)
         dynamic = pytree.tree_map(_varying, (args, kwargs), *(call_arguments(other) for other in others))
         shapes = _by_parameter(model, *dynamic)
-        with _plain_output(model):
+        with _plain_output(model), WithoutLayerDrop(model), _no_frozen_draws():
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         module = exported.module(check_guards=False)
         out_spec = exported.call_spec.out_spec
@@ -177,7 +174,7 @@ def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
         assert isinstance(module, fx.GraphModule)
         _drop_assertions(module.graph)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        return _captured("export", model, module, module.graph, bind, rebuild)
+        return _captured("export", model, module, module.graph, bind, rebuild, inputs)
 
     yield attempt
 
@@ -195,6 +192,17 @@ def _plain_output(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def _no_frozen_draws() -> Iterator[None]:
+    """Tracing follows torch's random numbers; those of numpy and Python would become constants."""
+    before = random.getstate(), np.random.get_state(legacy=False)
+    yield
+    after = random.getstate(), np.random.get_state(legacy=False)
+    for name, one, other in zip(("Python's random", "numpy.random"), before, after, strict=True):
+        if str(one) != str(other):
+            raise CaptureError(f"forward draws from {name}, which would be the same numbers in every step")
 
 
 def _varying(leaf: Any, *others: Any) -> Any:
@@ -231,11 +239,8 @@ def _number(size: int | torch.SymInt) -> int | None:
 
 
 def _by_parameter(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """dynamic_shapes wants one entry per argument of forward, by name where there are keywords."""
-    if not kwargs:
-        return args
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    return dict(bound.arguments)
+    """dynamic_shapes wants one entry per parameter of forward, by name, so that ``*args`` is one."""
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
@@ -250,9 +255,9 @@ def _drop_assertions(graph: fx.Graph) -> None:
 
 def _fx(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Callable[[], Captured]]:
     depths = [name.count(".") + 1 for name, _ in model.named_modules() if name]
-    yield lambda: _traced(model, fx.Tracer())
+    yield lambda: _traced(model, fx.Tracer(), inputs)
     for depth in range(max(depths, default=1), 0, -1):
-        yield lambda depth=depth: _traced(model, _LeafTracer(depth))  # type: ignore[misc]
+        yield lambda depth=depth: _traced(model, _LeafTracer(depth), inputs)  # type: ignore[misc]
 
 
 class _LeafTracer(fx.Tracer):
@@ -266,7 +271,7 @@ class _LeafTracer(fx.Tracer):
         return module_qualified_name.count(".") + 1 >= self.depth or super().is_leaf_module(m, module_qualified_name)
 
 
-def _traced(model: nn.Module, tracer: fx.Tracer) -> Captured:
+def _traced(model: nn.Module, tracer: fx.Tracer, inputs: Any) -> Captured:
     signature = inspect.signature(model.forward)
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
         raise CaptureError("forward takes *args or **kwargs")
@@ -278,7 +283,7 @@ def _traced(model: nn.Module, tracer: fx.Tracer) -> Captured:
         bound.apply_defaults()
         return [bound.arguments[name] for name in signature.parameters]
 
-    return _captured("fx", model, model, graph, bind, lambda output: output)
+    return _captured("fx", model, model, graph, bind, lambda output: output, inputs)
 
 
 def _module(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Callable[[], Captured]]:
@@ -305,7 +310,7 @@ def _chain(model: nn.Module, root: nn.Module, names: list[str], inputs: Any) -> 
         given_args, given_kwargs = call_arguments(given)
         return [*given_args, *(given_kwargs[key] for key in keys)]
 
-    return _captured("module", model, root, graph, bind, lambda output: output)
+    return _captured("module", model, root, graph, bind, lambda output: output, inputs)
 
 
 def _captured(
@@ -315,7 +320,14 @@ def _captured(
     graph: fx.Graph,
     bind: Callable[[Any], list[Any]],
     rebuild_output: Callable[[Any], Any],
+    inputs: Any,
 ) -> Captured:
+    try:
+        observe(graph, root, bind(copied(inputs)))
+    except Exception:
+        if have_values(inputs):
+            raise
+        observe_without_values(graph, root)
     canonical = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     return Captured(
         front_end=front_end,
@@ -328,52 +340,15 @@ def _captured(
     )
 
 
-def _check_same(model: nn.Module, captured: Captured, inputs: Any, others: Sequence[Any]) -> None:
-    """The graph must compute what the model computes, for this batch, for a smaller one and for the others.
+def _check(model: nn.Module, captured: Captured, inputs: Any, others: Sequence[Any]) -> None:
+    graph = fx.Interpreter(fx.GraphModule(captured.root, captured.graph), graph=captured.graph)
 
-    Each starts alike, also where the model changes its buffers or writes into its inputs. Without values only shapes
-    can be compared, and nothing if the model asks for values that it can do without when it is captured.
-    """
-    has_values = not any(leaf.is_meta for leaf in _tensors(inputs))
-    smaller = pytree.tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() > 0 and len(x) > 1 else x, inputs)
-    for given, must_work in ((inputs, has_values), *((other, False) for other in (smaller, *others))):
-        try:
-            args, kwargs = call_arguments(_copied(given))
-            with untouched(model), torch.no_grad():
-                expected = _copied(model(*args, **kwargs))  # it may be a buffer, which is put back
-        except Exception:
-            if must_work:
-                raise
-            continue  # the model itself does not take that size
-        with untouched(model), torch.no_grad():
-            flat = fx.Interpreter(fx.GraphModule(captured.root, captured.graph), graph=captured.graph).run(
-                *captured.bind(_copied(given)), enable_io_processing=False
-            )
-            found = _copied(captured.rebuild_output(flat))
-        _compare(expected, found)
+    def run_model(given: Any) -> Any:
+        args, kwargs = call_arguments(given)
+        with WithoutLayerDrop(model) if captured.front_end == "export" else nullcontext():
+            return model(*args, **kwargs)
 
+    def run_graph(given: Any) -> Any:
+        return captured.rebuild_output(graph.run(*captured.bind(given), enable_io_processing=False))
 
-def _copied(inputs: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-
-
-def _compare(expected: Any, found: Any) -> None:
-    one, two = _tensors(expected), _tensors(found)
-    if len(one) != len(two):
-        raise CaptureError(f"the captured graph returns {len(two)} tensors, the model {len(one)}")
-    for left, right in zip(one, two, strict=True):
-        if left.is_meta:
-            same = left.shape == right.shape and left.dtype == right.dtype
-        else:
-            same = torch.allclose(left, right, rtol=1e-4, atol=1e-5, equal_nan=True)
-        if not same:
-            raise CaptureError("the captured graph computes something else than the model")
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+    check_same(model, run_model, run_graph, inputs, others)

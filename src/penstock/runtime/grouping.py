@@ -31,7 +31,7 @@ LOSS = "loss"
 
 def group_into_layers(graph: fx.Graph, root: nn.Module) -> tuple[CapturedLayer, ...]:
     """Every operation in one layer; the loss, which has none, comes last."""
-    read_after_write(graph, root)
+    read_after_write(graph)
     _keep_getitem_with_its_producer(graph)
     runs: list[tuple[str, list[fx.Node]]] = []
     for node in graph.nodes:
@@ -43,7 +43,7 @@ def group_into_layers(graph: fx.Graph, root: nn.Module) -> tuple[CapturedLayer, 
             runs[-1][1].append(node)
         else:
             runs.append((scope, [node]))
-    for nodes in touching_written_buffers(graph, root):
+    for nodes in touching_written_buffers(graph):
         holders = [index for index, (_, members) in enumerate(runs) if not set(nodes).isdisjoint(members)]
         first, last = holders[0], holders[-1] + 1
         runs[first:last] = [(runs[first][0], [node for _, members in runs[first:last] for node in members])]

@@ -2,61 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx
+
+from penstock.runtime.aliases import Alias, alias_of_first, mutated_arguments, set_findings
 
 
-def mutated_arguments(node: fx.Node, root: nn.Module | None = None) -> list[fx.Node]:
-    """The nodes whose value this one overwrites."""
-    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        written = [
-            (position, argument.name)
-            for position, argument in enumerate(node.target._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        return _nodes(node.args[p] if p < len(node.args) else node.kwargs.get(name) for p, name in written)
-    if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
-        return _nodes(node.args[:1])
-    if (
-        node.op == "call_module"
-        and root is not None
-        and getattr(root.get_submodule(str(node.target)), "inplace", False)
-    ):
-        return _nodes(node.args[:1])
-    if node.op == "call_function" and node.kwargs.get("inplace") is True:
-        return _nodes(node.args[:1])
-    return []
-
-
-def read_after_write(graph: fx.Graph, root: nn.Module) -> None:
+def read_after_write(graph: fx.Graph) -> None:
     """Leave the order of operations to the edges alone, so that a cut may fall between any two.
 
     Whoever reads a value after it is overwritten reads the result of the overwriting instead, which is the same
     tensor. Where others read it before, what is overwritten is a copy: a cut could make them read later. If only a part
     of the value is overwritten, through a view, later readers of the rest or of other views read what it became.
     """
+    _keep_copies_apart(graph)
     _write_buffers_early(graph)
-    for buffer in _written_buffers(graph, root):
-        _read_buffer_apart(graph, root, buffer)
+    for buffer in _written_buffers(graph):
+        _read_buffer_apart(graph, buffer)
     for node in list(graph.nodes):
-        for written in mutated_arguments(node, root):
+        for written in mutated_arguments(node):
             base = base_of(written)
             if base.op != "get_attr":
                 _read_value_after(graph, node, written, base)
 
 
-def touching_written_buffers(graph: fx.Graph, root: nn.Module) -> list[list[fx.Node]]:
+def touching_written_buffers(graph: fx.Graph) -> list[list[fx.Node]]:
     """For each buffer that the graph writes to, all operations on it: the stage that has it must have them."""
     return [
         sorted({user for alias in _aliases(buffer) for user in alias.users if user.op != "output"})
-        for buffer in _written_buffers(graph, root)
+        for buffer in _written_buffers(graph)
     ]
 
 
-def _written_buffers(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
-    bases = {base_of(written) for node in graph.nodes for written in mutated_arguments(node, root)}
+def _written_buffers(graph: fx.Graph) -> list[fx.Node]:
+    bases = {base_of(written) for node in graph.nodes for written in mutated_arguments(node)}
     return [node for node in graph.nodes if node.op == "get_attr" and node in bases]
 
 
@@ -65,50 +46,103 @@ def as_written(value: Any, _operation: Any) -> Any:
     return value
 
 
+def apart(value: Tensor, source: Tensor) -> Tensor:
+    """A value that has memory of its own, also for batches for which its operation returned its argument's."""
+    same = value.untyped_storage()._cdata == source.untyped_storage()._cdata
+    return value.clone() if same else value
+
+
+_SIZES_DECIDE = {"contiguous", "reshape", "reshape_as", "flatten", "ravel", "to"}
+"""Operations that copy or not, as the layout of their argument has it: one sample is contiguous in any order."""
+
+
+def _keep_copies_apart(graph: fx.Graph) -> None:
+    """What was a copy when the graph was observed stays one, if it or what it was copied from is overwritten."""
+    written = {base_of(argument) for node in graph.nodes for argument in mutated_arguments(node)}
+    for node in list(graph.nodes):
+        source = node.args[0] if node.args else None
+        if _operation_name(node) not in _SIZES_DECIDE or not isinstance(source, fx.Node) or base_of(node) is not node:
+            continue
+        if node in written or base_of(source) in written:
+            with graph.inserting_after(node):
+                copy = _like(graph.call_function(apart, (node, source)), node, node, None)
+            for user in [user for user in node.users if user is not copy]:
+                user.replace_input_with(node, copy)
+
+
+def _operation_name(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.rpartition("::")[2]
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _read_value_after(graph: fx.Graph, node: fx.Node, written: fx.Node, base: fx.Node) -> None:
     views = _path(base, written)
     others = [alias for alias in _aliases(base) if alias is not written and alias < node]
     readers = [user for alias in (written, *others) for user in alias.users if user is not node]
     is_view = any(not _writes(view) for view in views)
-    later = {alias: [user for user in alias.users if user > node] for alias in others}
+    later = {alias: [user for user in alias.users if user > node] for alias in (written, *others)}
     is_read_before = any(user < node and user not in views and base_of(user) is not base for user in readers)
-    for user in [user for user in written.users if user > node]:
-        user.replace_input_with(written, node)
-    if not is_view and not any(later.values()):
-        if len(written.users) > 1:
+    if not is_view and not any(later[alias] for alias in others):
+        if any(user < node for user in written.users):
             with graph.inserting_before(node):
-                node.replace_input_with(written, _like(graph.call_method("clone", (written,)), node, written))
+                node.replace_input_with(written, copy := _clone(graph, written, node))
+            _read_result(graph, node, copy, written, later[written])
+        else:
+            _read_result(graph, node, written, written, later[written])
         return
     with graph.inserting_before(node):
-        whole = _like(graph.call_method("clone", (base,)), node, base) if is_read_before else base
-        node.replace_input_with(written, _again(graph, views, whole, node))
+        whole = _clone(graph, base, node) if is_read_before else base
+        node.replace_input_with(written, part := _again(graph, views, whole, node))
+    _read_result(graph, node, part, written, later[written])
     with graph.inserting_after(node):
-        became = _like(graph.call_function(as_written, (whole, node)), node, base) if is_view else node
+        returns_whole = not is_view and _returns(node, part)
+        became = node if returns_whole else _like(graph.call_function(as_written, (whole, node)), node, base, None)
     behind = became
-    for alias, users in later.items():
-        if users:
+    for alias in others:
+        if later[alias]:
             with graph.inserting_after(behind):
                 behind = seen = _again(graph, _path(base, alias), became, node)
-            for user in users:
+            for user in later[alias]:
                 user.replace_input_with(alias, seen)
+
+
+def _read_result(graph: fx.Graph, node: fx.Node, given: fx.Node, written: fx.Node, users: list[fx.Node]) -> None:
+    """Have these users of ``written`` read what ``node`` made of it, which it was ``given`` under this name."""
+    if users and not _returns(node, given):
+        with graph.inserting_after(node):
+            result = _like(graph.call_function(as_written, (given, node)), node, written, None)
+    else:
+        result = node
+    for user in users:
+        user.replace_input_with(written, result)
+
+
+def _returns(node: fx.Node, argument: fx.Node) -> bool:
+    """Whether the value of an operation is the argument that it has overwritten, as it is for most."""
+    return bool(node.args) and node.args[0] is argument and alias_of_first(node) == "same"
+
+
+def _clone(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:
+    return _like(graph.call_method("clone", (value,)), node, value, None)
 
 
 def _again(graph: fx.Graph, views: list[fx.Node], whole: fx.Node, node: fx.Node) -> fx.Node:
     """The same view of another value; part of the operation ``node``, as far as layers go."""
     made = whole
     for view in views:
-        if not _writes(view):
+        if not _writes(view) and _operation_name(view) not in ("contiguous", "to"):  # they returned their argument
             before, made = made, graph.node_copy(view)
             made.args = (before, *view.args[1:])
-            _like(made, node, view)
+            _like(made, node, view, alias_of_first(view))
             graph._insert = made.append
     return made
 
 
-def _read_buffer_apart(graph: fx.Graph, root: nn.Module, buffer: fx.Node) -> None:
+def _read_buffer_apart(graph: fx.Graph, buffer: fx.Node) -> None:
     """Readers have a copy, made at once: when autograd or transport use it, others may have written to it again."""
     aliases = _aliases(buffer)
-    writings = [node for node in graph.nodes if any(written in aliases for written in mutated_arguments(node, root))]
+    writings = [node for node in graph.nodes if any(written in aliases for written in mutated_arguments(node))]
     for alias in aliases:
         readers: dict[fx.Node | None, list[fx.Node]] = {}
         for user in alias.users:
@@ -117,7 +151,7 @@ def _read_buffer_apart(graph: fx.Graph, root: nn.Module, buffer: fx.Node) -> Non
         for written, users in readers.items():
             beside = min(users) if written is None else max(written, alias)
             with graph.inserting_before(beside) if written is None else graph.inserting_after(beside):
-                copy = _like(graph.call_method("clone", (alias,)), beside, alias)
+                copy = _clone(graph, alias, beside)
             for user in users:
                 user.replace_input_with(alias, copy)
 
@@ -161,22 +195,24 @@ def _writes(node: fx.Node) -> bool:
     return bool(mutated_arguments(node))
 
 
-def _like(made: fx.Node, node: fx.Node, value: fx.Node) -> fx.Node:
-    """``made`` belongs with ``node`` and has the shape of ``value``."""
+def _like(made: fx.Node, node: fx.Node, value: fx.Node, alias: Alias | None) -> fx.Node:
+    """``made`` belongs with ``node``, has the shape of ``value`` and shares memory with its first argument as said."""
     made.meta = {**node.meta, "val": value.meta.get("val")}
+    set_findings(made, alias)
     return made
 
 
 def base_of(node: fx.Node) -> fx.Node:
     """Where the memory behind a node comes from, through views of it."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        returns = node.target._schema.returns
-        views = returns and returns[0].alias_info is not None
-        if not views or not node.args or not isinstance(node.args[0], fx.Node):
-            break
-        node = node.args[0]
-    return node
+    return names_of_memory(node)[-1]
 
 
-def _nodes(items: Any) -> list[fx.Node]:
-    return [item for item in items if isinstance(item, fx.Node)]
+def names_of_memory(node: fx.Node) -> list[fx.Node]:
+    """The node and the values whose memory it has: through views and writings back to where the memory was made."""
+    found = [node]
+    while alias := alias_of_first(found[-1]):
+        source = cast(fx.Node, found[-1].args[0])
+        if alias == "item" and alias_of_first(source) is None:
+            break  # several tensors were made at once, and this is one of them
+        found.append(source)
+    return found

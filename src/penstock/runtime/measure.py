@@ -20,11 +20,13 @@ from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.job import Job
 from penstock.profile import NO_TIME, LayerSeconds, Profile, SizeCosts, WorkerSeconds
 from penstock.runtime.blueprint import Blueprint, blueprint_of
-from penstock.runtime.capture import capture, untouched
+from penstock.runtime.capture import capture
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
+from penstock.runtime.fidelity import untouched
 from penstock.runtime.layer_times import LayerTimes, SizeTrial, Timer, as_leaf, tensors_in
 from penstock.runtime.losses import WeightedLoss
 from penstock.runtime.optimizers import Optimizers
+from penstock.runtime.payload import obstacle
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.worker import Clock
@@ -76,6 +78,7 @@ def profile_job(
     return Profile(
         model=type(blueprint.model).__name__,
         front_end=captured.front_end,
+        reason=captured.reason,
         batch_size=job.batch_size,
         microbatch_size=first.trial.samples,
         threads=threads,
@@ -139,6 +142,7 @@ class _Made:
     num_bytes: int
     differentiable: bool
     dtype: str
+    opaque: str
 
 
 @dataclass
@@ -278,6 +282,7 @@ class Measurement:
                 num_bytes=made.made[node.name].num_bytes,
                 differentiable=made.made[node.name].differentiable,
                 dtype=made.made[node.name].dtype,
+                opaque=made.made[node.name].opaque,
             )
             for node, consumers in self.splitter.consumers.items()
         )
@@ -359,6 +364,7 @@ class Measurement:
                 num_bytes=sum(t.nbytes for t in tensors_in(value)),
                 differentiable=any(t.requires_grad for t in tensors_in(value)),
                 dtype=", ".join(sorted({str(t.dtype).partition(".")[2] for t in tensors_in(value)})),
+                opaque=obstacle(value),
             )
 
 

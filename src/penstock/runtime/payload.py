@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,17 @@ class TensorLayout(NamedTuple):
 
 Layout = tuple[TensorLayout | None, ...]
 """One entry per value; None for a value that has nothing to send (no gradient reached it)."""
+
+
+def obstacle(value: Any) -> str:
+    """What keeps a value from being sent, as a type or a kind of tensor; empty where nothing does."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.layout != torch.strided or value.is_quantized:
+        return f"{str(value.layout).partition('.')[2]} tensor"
+    if value.dtype not in _DTYPES:
+        return f"{str(value.dtype).partition('.')[2]} tensor"
+    return f"tensor of {value.dim()} dimensions" if value.dim() > _MOST_DIMENSIONS else ""
 
 
 def layout_of(tensors: Sequence[Tensor | None]) -> Layout:

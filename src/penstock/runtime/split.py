@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PlanError
+from penstock.runtime.aliases import mutated_arguments
 from penstock.runtime.capture import Captured
 from penstock.runtime.grouping import is_number, is_operation
-from penstock.runtime.inplace import base_of, mutated_arguments
+from penstock.runtime.inplace import names_of_memory
 from penstock.runtime.randomness import keyed, may_draw, name_number
 
 
@@ -231,12 +232,12 @@ class Splitter:
     def _clone_what_is_overwritten(
         self, graph: fx.Graph, nodes: list[fx.Node], copies: dict[fx.Node, fx.Node], received: list[fx.Node]
     ) -> None:
-        """Autograd forbids writing into a received tensor, which is a leaf here."""
+        """Autograd forbids writing into a received tensor, which is a leaf here, by whichever of its names."""
         for node in nodes:
-            for written in mutated_arguments(node, self.captured.root):
-                base = base_of(written)
-                if base in received and copies[base].op == "placeholder":
-                    copies[base] = graph.call_method("clone", (copies[base],))
+            for written in mutated_arguments(node):
+                source = next((name for name in names_of_memory(written) if name in received), None)
+                if source is not None and copies[source].op == "placeholder":
+                    copies[source] = graph.call_method("clone", (copies[source],))
 
     def _targets(self, graph: fx.Graph) -> dict[str, Any]:
         """What the graph names in the root: tensors for get_attr, modules for call_module."""

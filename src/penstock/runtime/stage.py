@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.errors import WorkerError
 from penstock.runtime.deferred import Deferring, PutOff
 from penstock.runtime.losses import Term, WeightedLoss
+from penstock.runtime.payload import obstacle
 from penstock.runtime.precision import Autocast
 from penstock.runtime.randomness import drawing
 from penstock.runtime.recompute import Computed, Recorder, forgotten
@@ -124,10 +125,10 @@ class StageModule:
     def _by_name(self, values: Sequence[Any]) -> dict[str, Tensor]:
         made = dict(zip(self.section.sends, values, strict=True))
         for name, value in made.items():
-            if not isinstance(value, Tensor):
+            if what := obstacle(value):
                 raise WorkerError(
-                    f"value {name!r} crosses a cut but is a {type(value).__name__}, not a tensor; "
-                    "plan with the layers on both sides of it in one stage"
+                    f"value {name!r} crosses a cut but is a {what}, which cannot be sent; "
+                    "profile the job again and plan it, so that the layers on both sides of it are in one stage"
                 )
         return made
 
