@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.data import TensorDataset
 
 from penstock.errors import JobError
 from penstock.job import Job
@@ -15,6 +17,7 @@ from penstock.runtime.jobs import build_job
 from penstock.runtime.measure import Progress, profile_job
 from penstock.workloads import demo
 from penstock.workloads.models import small_vgg, vgg11
+from penstock.workloads.varied import RecurrentLanguageModel, SmallResNet, SmallUNet, mixture_of_experts
 
 
 def vgg_job() -> Job:
@@ -54,7 +57,87 @@ def tiny_job() -> Job:
     )
 
 
-JOBS: dict[str, Callable[[], Job]] = {"vgg": vgg_job, "vgg11": vgg11_job, "transformer": demo.job, "tiny": tiny_job}
+def resnet_job() -> Job:
+    """Residual, with batch norm."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 3, 32, 32), torch.randint(0, 10, (256,)))
+    return Job(model=SmallResNet(), data=data, loss=F.cross_entropy, optimizer=_momentum, batch_size=16)
+
+
+def unet_job() -> Job:
+    """Group norm, and skips across the net."""
+    torch.manual_seed(0)
+    images = torch.randn(256, 1, 64, 64)
+    return Job(model=SmallUNet(), data=TensorDataset(images, images), loss=F.mse_loss, optimizer=_adam, batch_size=8)
+
+
+def experts_job() -> Job:
+    """A mixture of experts chosen by the data, with next to nothing to compute for each."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(1024, 32), torch.randint(0, 10, (1024,)))
+    return Job(model=mixture_of_experts(), data=data, loss=F.cross_entropy, optimizer=_adam, batch_size=64)
+
+
+def lstm_job() -> Job:
+    """A recurrent language model."""
+    torch.manual_seed(0)
+    words = torch.randint(0, 500, (256, 48))
+    return Job(
+        model=RecurrentLanguageModel(),
+        data=TensorDataset(words, words),
+        loss=lambda scores, target: F.cross_entropy(scores.flatten(0, 1), target.flatten()),
+        optimizer=_adam,
+        batch_size=16,
+    )
+
+
+def gpt2_job() -> Job:
+    """Hugging Face's GPT-2, small, with its head tied to its embedding; dropout as it comes."""
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel
+    except ImportError as error:
+        raise JobError("benchmark job 'gpt2' needs the transformers package") from error
+    torch.manual_seed(0)
+    words, length = 1000, 64
+    config = GPT2Config(
+        n_layer=6,
+        n_embd=192,
+        n_head=6,
+        vocab_size=words,
+        n_positions=length,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    tokens = torch.randint(0, words, (256, length))
+    return Job(
+        model=GPT2LMHeadModel(config),  # type: ignore[no-untyped-call]
+        data=TensorDataset(tokens, tokens),
+        loss=lambda output, target: F.cross_entropy(output.logits.flatten(0, 1), target.flatten()),
+        optimizer=_adam,
+        batch_size=8,
+    )
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+JOBS: dict[str, Callable[[], Job]] = {
+    "vgg": vgg_job,
+    "vgg11": vgg11_job,
+    "transformer": demo.job,
+    "resnet": resnet_job,
+    "gpt2": gpt2_job,
+    "unet": unet_job,
+    "experts": experts_job,
+    "lstm": lstm_job,
+    "tiny": tiny_job,
+}
 
 
 def bench_job(name: str) -> Job:
