@@ -159,6 +159,11 @@ class CostModel:
         total_s = own.update_s + own.between_s + (own.copy_s if stashed else 0.0)
         return total_s / self.cluster.devices[device].speed
 
+    def own_average_s(self, layers: Collection[int], device: int) -> float:
+        """A worker's own time to average the gradients of a stage, beside the all-reduce."""
+        own_s = self.worker_seconds(device).average_s / self.cluster.devices[device].speed
+        return own_s + self._sum_s(layers, device, ("average_s",))
+
     def load_s(self, device: int) -> float:
         """Reading a microbatch from the job's data, at a stage that does."""
         return self.at_size.load_s / self.cluster.devices[device].speed

@@ -82,7 +82,14 @@ class PlanCosts:
     def _sync_s(self, stage: int) -> float:
         """Averaging a stage's gradients over its replicas, and tied ones over their owners too."""
         devices = [self.plan.devices[worker] for worker in self.plan.pipeline.sync_workers(stage)]
-        return self.model.allreduce_s(self.sync_bytes(stage), devices)
+        return self.model.allreduce_s(self.sync_bytes(stage), devices) + self.own_average_s(stage)
+
+    def own_average_s(self, stage: int) -> float:
+        """A worker's own time to average a stage's gradients, if it does: of the slowest of its replicas."""
+        here = self.plan.stages[stage]
+        if len(self.plan.pipeline.sync_workers(stage)) < 2:
+            return 0.0
+        return max(self.model.own_average_s(here.layers, device) for device in set(here.devices))
 
     def finals(self, stage: int) -> list[tuple[str, float]]:
         """The parameters of a stage as its backward finds their gradients, and the share of it that has passed then."""

@@ -33,6 +33,8 @@ class LayerSeconds:
     update_s: float = 0.0
     copy_s: float = 0.0
     """of its weights, where an update must leave a version in flight as it is"""
+    average_s: float = 0.0
+    """gathering its gradients for an all-reduce and putting them back, beside what the all-reduce takes"""
 
     def __post_init__(self) -> None:
         _check_seconds(self)
@@ -49,6 +51,8 @@ class WorkerSeconds:
     update_s: float = 0.0
     copy_s: float = 0.0
     """added to an update that must leave a version in flight as it is"""
+    average_s: float = 0.0
+    """per all-reduce of a round's gradients, whatever they are"""
     between_s: float = 0.0
     """from the end of an action to the start of the next one"""
 

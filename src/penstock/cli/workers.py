@@ -43,7 +43,7 @@ __all__ = [
     "verify_here",
 ]
 
-REPEATS = 10
+REPEATS = 6
 LAUNCHED = "PENSTOCK_LAUNCHED"
 """Set in workers that this command line started: it shows their errors itself."""
 

@@ -234,6 +234,7 @@ class StageCosts:
         if team.size > 1:
             weights = self.parameter_bytes(begin, end)
             sync_s = ring_allreduce(weights, team.size).seconds(self.costs.cluster.links[team.span].ring)
+            sync_s = sync_s + np.max([self.own_average_s(kind, begin, end) for kind in kinds], axis=0)
         microbatches = self.microbatches if self.family.accumulates else None
         period_s = pace(turn_s, update_s, sync_s, round_size=sizes, microbatches=microbatches)
         period_s = np.where(sizes <= self.family.widest_round(self.microbatches), period_s, np.inf)
@@ -366,6 +367,20 @@ class StageCosts:
     def own_update_s(self, kind: int, *, stashed: bool) -> float:
         """A worker's own time per update."""
         return self.costs.own_update_s(self.class_of.index(kind), stashed=stashed)
+
+    def own_average_s(self, kind: int, begin: Ints, end: Ints) -> Floats:
+        """[begin, end]: a worker's own time to average its gradients."""
+        device = self.class_of.index(kind)
+        if kind not in self._average_sums:
+            once_s = self.costs.own_average_s([], device)
+            self._average_sums[kind] = self.downsets.sums(
+                lambda layer: self.costs.own_average_s([layer.id], device) - once_s
+            )
+        return self.costs.own_average_s([], device) + _difference(self._average_sums[kind], begin, end)
+
+    @cached_property
+    def _average_sums(self) -> dict[int, Floats]:
+        return {}
 
     @cached_property
     def _data_readers(self) -> Floats:

@@ -139,7 +139,8 @@ class ThresholdSearch:
         Averaging takes 2 (r-1) (latency + bytes / r / bandwidth), so this is where a quadratic in r turns.
         """
         link = self.stage_costs.costs.cluster.links[level].ring
-        compute_s, update_s, weights = self._stage_compute, self._stage_update, self._weights
+        compute_s, weights = self._stage_compute, self._weights
+        update_s = self._stage_update + self._stage_average  # of several replicas; one has nothing to average
         wire_s, latency_s = 2 * weights / link.bytes_per_s, 2 * link.latency_s * (weights > 0)
         if not self.stage_costs.family.accumulates:
             a, b, c = latency_s - period_s, compute_s + update_s + wire_s - latency_s, -wire_s
@@ -152,7 +153,9 @@ class ThresholdSearch:
             root = np.where(b > 0, (-b - sqrt) / (2 * a), 2 * c / (sqrt - b))
             replicas = np.where(a + b + c <= 0, 1.0, np.ceil(root - ROUNDING))
             good = (replicas >= 1) & ((a * replicas + b) * replicas + c <= 1e-9 * np.abs(compute_s))
-        return np.where(good, replicas, np.inf)
+        per_microbatch = self.stage_costs.microbatches if self.stage_costs.family.accumulates else 1
+        alone_s = compute_s + self._stage_update / per_microbatch
+        return np.where(alone_s <= period_s * (1 + ROUNDING), 1.0, np.where(good, np.maximum(replicas, 2.0), np.inf))
 
     def _memory_replicas(self, begin: int, ends: Ints, behind: Floats) -> Any:
         """Enough replicas that each keeps few enough microbatches in flight, without recomputing."""
@@ -250,6 +253,11 @@ class ThresholdSearch:
         plain = costs.update_s(0, stashed=False)
         update_s[:, -1] = plain[-1] - plain + costs.own_update_s(0, stashed=False)
         return update_s
+
+    @cached_property
+    def _stage_average(self) -> Floats:
+        every = np.arange(len(self.stage_costs))
+        return self.stage_costs.own_average_s(0, every, every)
 
     @cached_property
     def _weights(self) -> Floats:

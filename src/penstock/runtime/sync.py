@@ -55,9 +55,10 @@ class GradientSync:
     def begin(self, weights: Weights, round_index: int) -> None:
         """Start all-reducing gradients while the last backward of the round, which is about to run, is still running
         (overlap), if the transport can."""
-        summing = self._summing([weights], round_index)
-        if summing.is_carried:
-            self._under_way, weights.on_final = summing, summing.final
+        groups = {self.policy.group(self.owners[name], self.transport.rank, round_index) for name in weights.parameters}
+        if all(len(group) > 1 and self.transport.carries(group) for group in groups):
+            self._under_way = self._summing([weights], round_index)
+            weights.on_final = self._under_way.final
 
     def run(self, stages: Sequence[Weights], round_index: int) -> None:
         """Replace the round's gradients by their sum over the group of each parameter, and over those of this worker's
@@ -110,11 +111,6 @@ class _Summing:
         self._buckets = buckets
         self._bucket_of = {owned.name: bucket for bucket in buckets for owned in bucket.members}
         self._begun = 0
-
-    @property
-    def is_carried(self) -> bool:
-        """Whether all of it goes on while the worker computes."""
-        return all(bucket.is_carried for bucket in self._buckets)
 
     def final(self, name: str) -> None:
         """Called when the gradient of ``name`` is complete. Starts every bucket whose gradients are all complete, in

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.profile import WorkerSeconds
 from penstock.runtime.capture import capture
+from penstock.runtime.events import EventLog
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.optimizers import MakeOptimizer
 from penstock.runtime.split import Splitter
@@ -135,7 +136,8 @@ class TrialWorker:
 
     def __init__(self, stage: StageModule, clock: Clock, device: torch.device, *, weighted: bool = False) -> None:
         self.stage, self.clock, self.device = stage, clock, device
-        self._empty = [_EmptyStage(device, in_halves=halves) for halves in (False, True)]
+        self._turns = (*(_EmptyStage(device, in_halves=halves) for halves in (False, True)), None)
+        self._runs = 0
         transport = LocalTransport(0, LocalExchange())
         self._worker = Worker(
             rank=0,
@@ -148,32 +150,37 @@ class TrialWorker:
         )
 
     def run(self, feed: Feed, microbatches: int, times: StepTimes) -> None:
-        """Two minibatches of so many microbatches; the update of the first is beside a microbatch in flight."""
+        """A minibatch of so many microbatches; if it has one, two minibatches, of which the first is updated beside a
+        microbatch in flight.
+
+        In turn, a stage that computes next to nothing has its turn after each action, by whole backwards or by halves,
+        or nobody has, and what is between actions counts.
+        """
         held: list[Version] = []
-        aside_s: list[float] = []
+        empty = self._turns[self._runs % len(self._turns)]
+        self._runs += 1
 
         def after(action: Action) -> None:
-            start_s = self.clock()
+            if empty is not None:
+                empty.take(action.kind, self._seconds, times)
             if action.kind is Kind.STEP:
                 self.stage.losses.clear()
-            for empty in self._empty:
-                empty.take(action.kind, self._seconds, times)
-            if action.kind is Kind.STEP and held:
-                self.stage.weights.release(held.pop())
-            elif action == Action(0, Kind.BACKWARD, microbatches - 1):
+                if held:
+                    self.stage.weights.release(held.pop())
+            elif microbatches == 1 and action == Action(0, Kind.BACKWARD, 0):
                 held.append(self.stage.weights.acquire())
-            aside_s.append(self.clock() - start_s)
 
-        self._worker.on_action, self._worker.events = after, type(self._worker.events)()
-        schedule = build_schedule("1f1b", ALONE, (microbatches,) * 2)
-        self._worker.run(Segment(schedule=schedule, samples=(1,) * 2 * microbatches, feed=feed))
+        minibatches = (1, 1) if microbatches == 1 else (microbatches,)
+        self._worker.on_action, self._worker.events = after, EventLog()
+        schedule = build_schedule("1f1b", ALONE, minibatches)
+        self._worker.run(Segment(schedule=schedule, samples=(1,) * sum(minibatches), feed=feed))
         last_s: float | None = None
-        for (action, start_s, end_s), also_s in zip(self._worker.events, aside_s, strict=True):
-            stashed = action == Action(0, Kind.STEP, 0)
+        for action, start_s, end_s in self._worker.events:
+            stashed = microbatches == 1 and action == Action(0, Kind.STEP, 0)
             (times.stashed_s if stashed else times.actions_s[action.kind]).append(end_s - start_s)
-            if last_s is not None:
+            if last_s is not None and empty is None:
                 (times.loading_s if action.kind is Kind.FORWARD else times.between_s).append(start_s - last_s)
-            last_s = end_s + also_s
+            last_s = end_s
 
     def _seconds(self, compute: Callable[[], Any]) -> float:
         start_s = self.clock()

@@ -81,6 +81,8 @@ class Meeting:
     ways: tuple[Channel, ...]
     """around the ring; or to the core of each worker"""
     end: Callable[[tuple[int, ...], float], None]
+    own_s: float
+    """each worker's own time, beside the ring"""
     come: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     final_s: dict[int, list[float]] = field(default_factory=dict)
     """of each bucket, on those who have come"""
@@ -90,7 +92,7 @@ class Meeting:
         self.over[index] += 1
         if self.over[index] >= len(self.ways) * len(self.buckets):
             del self.over[index]
-            self.end(self.workers, at_s)
+            self.end(self.workers, at_s + self.own_s)
 
 
 @dataclass(slots=True)
@@ -291,7 +293,8 @@ class Player:
                 link = self.plan.cluster.slowest_link(devices).ring
                 buckets = tuple((share, float(ring.seconds(link))) for share, ring in rings)
                 ways = tuple(desk.core for desk in desks)
-            self._meetings[together[0]] = Meeting(workers, buckets, ways, self._part)
+            own_s = max(map(self.costs.own_average_s, together))
+            self._meetings[together[0]] = Meeting(workers, buckets, ways, self._part, own_s)
         return self._meetings[together[0]]
 
     def _most_synced(self, together: Iterable[int]) -> float:
