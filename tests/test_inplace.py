@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -177,6 +178,13 @@ def test_every_layer_a_stage_of_its_own_has_the_gradients_of_one_process(model: 
     found = made_profile(model)
     plan = even_plan(found, (1,) * len(found.graph.layers), "1f1b", microbatches=2)
     check_same_gradients(plan, lambda: make_job(model))
+
+
+@MODELS
+def test_captured_without_values_it_has_the_gradients_of_one_process(model: type[nn.Module]) -> None:
+    built = replace(make_job(model), model=model)
+    plan = even_plan(profile(built), (1, 1, 1), "1f1b", microbatches=2)
+    check_same_gradients(plan, lambda: built)
 
 
 @MODELS

@@ -125,3 +125,10 @@ def test_another_error_of_torchvision_is_not_hidden(monkeypatch: pytest.MonkeyPa
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(RuntimeError, match="broken"):
         torchvision.import_torchvision()
+
+
+def test_the_docs_list_every_model() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    assert [line.split(" | ")[0][2:] for line in text.splitlines() if line.startswith(("| transf", "| torchv"))] == [
+        model.name for model in ZOO
+    ]

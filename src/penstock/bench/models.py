@@ -123,6 +123,8 @@ def row_of(model: ZooModel) -> ModelRow:
             row = known
     except PenstockError as error:
         return replace(row, reason=str(error))
+    except Exception as error:  # the model's own: the others are tried all the same
+        return replace(row, reason=f"{type(error).__name__}: {error}")
     return replace(row, met=True)
 
 

@@ -71,6 +71,8 @@ def _keep_copies_apart(graph: fx.Graph) -> None:
 
 
 def _operation_name(node: fx.Node) -> str:
+    if node.op not in ("call_function", "call_method"):
+        return ""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.rpartition("::")[2]
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -35,10 +35,10 @@ def import_torchvision() -> ModuleType:
             raise
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        library = torch.library.Library("torchvision", "FRAGMENT")
+        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         _libraries.append(library)
         for schema in _DECLARED:
-            library.define(schema)
+            library.define(schema)  # type: ignore[no-untyped-call]
     importlib.import_module("torchvision.models")
     return sys.modules["torchvision"]
 

@@ -59,7 +59,7 @@ class ZooModel:
         model: nn.Module = getattr(import_torchvision().models, self.builder)(num_classes=CLASSES, **self.config)
         for module in model.modules():
             if type(module).__name__ in ("Dropout", "StochasticDepth"):
-                module.p = 0.0
+                module.p = 0.0  # type: ignore[assignment]
         return model
 
 
@@ -269,7 +269,7 @@ ZOO: tuple[ZooModel, ...] = (
     _tv("resnext50_32x4d", image_size=32),
     _tv("densenet121", image_size=32),
     _tv("googlenet", aux_logits=False, init_weights=False),
-    _tv("mobilenet_v2", image_size=32),
+    _tv("mobilenet_v2"),
     _tv("mobilenet_v3_small", image_size=32),
     _tv("shufflenet_v2_x0_5", image_size=32),
     _tv("squeezenet1_1"),
