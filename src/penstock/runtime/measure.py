@@ -30,7 +30,14 @@ from penstock.runtime.payload import obstacle
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.worker import Clock
-from penstock.runtime.worker_times import StepTimes, TrialWorker, fit_updates, nearly_nothing, step_times
+from penstock.runtime.worker_times import (
+    StepTimes,
+    TrialWorker,
+    average_times,
+    fit_updates,
+    nearly_nothing,
+    step_times,
+)
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +95,14 @@ def profile_job(
         graph=graph,
         seconds={kind: measurement.seconds(first, updates)},
         load_s=first.load_s,
-        worker={kind: replace(measurement.own, update_s=updates.call_s, copy_s=updates.copy_call_s)},
+        worker={
+            kind: replace(
+                measurement.own,
+                update_s=updates.call_s,
+                copy_s=updates.copy_call_s,
+                average_s=updates.average_call_s,
+            )
+        },
         other_sizes=tuple(
             SizeCosts(
                 microbatch_size=size.trial.samples,
@@ -133,6 +147,10 @@ class Updates:
     call_s: float = 0.0
     """of each update, whatever its parameters"""
     copy_call_s: float = 0.0
+    average_s: float = 0.0
+    """a worker's own time to average a gradient"""
+    average_call_s: float = 0.0
+    """of each all-reduce, whatever its gradients"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +326,7 @@ class Measurement:
                     halving_s=times.halving_s,
                     update_s=sum(updates.update_s.get(name, 0.0) for name in own),
                     copy_s=sum(updates.copy_s.get(name, 0.0) for name in own),
+                    average_s=updates.average_s * sum(name in updates.update_s for name in own),
                 )
             )
         return tuple(rows)
@@ -318,10 +337,12 @@ class Measurement:
         trained = {name: p for name, p in self.blueprint.model.named_parameters() if p.requires_grad}
         state_bytes: dict[str, int] = {}
         rows: dict[bool, list[tuple[int, int, float]]] = {False: [], True: []}
+        averages: list[tuple[int, int, float]] = []
         for bundle in _bundles(trained.items()):
             copies = {name: self.blueprint.copy_of(parameter, self.timer.device) for name, parameter in bundle}
             for in_flight, found in rows.items():
                 found.extend(step_times(copies, self.timer.job.optimizer, self.timer.typical_s, stashed=in_flight))
+            averages += average_times(copies, self.timer.typical_s)
             state_bytes |= self._state_bytes(copies)
         plain, stashed = (fit_updates(rows[which]) for which in (False, True))
         step = self.sizes[0].step
@@ -332,8 +353,15 @@ class Measurement:
         if step is not None:
             update_s = _adding_up_to(step.update_s - plain.call_s, update_s)
             copy_s = _adding_up_to(step.copy_s - copy_call_s, copy_s)
+        averaging = fit_updates(averages)  # of which the bytes are the all-reduce's own
         return Updates(
-            update_s=update_s, copy_s=copy_s, state_bytes=state_bytes, call_s=plain.call_s, copy_call_s=copy_call_s
+            update_s=update_s,
+            copy_s=copy_s,
+            state_bytes=state_bytes,
+            call_s=plain.call_s,
+            copy_call_s=copy_call_s,
+            average_s=averaging.tensor_s,
+            average_call_s=averaging.call_s,
         )
 
     def _state_bytes(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:

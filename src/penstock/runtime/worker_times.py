@@ -8,7 +8,7 @@ caches as a model leaves them. These are tens of microseconds for an action, whi
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -212,13 +212,10 @@ def step_times(
 
     With ``stashed``, a microbatch in flight keeps the weights as they were, so that the update makes a copy of them.
     """
-    by_size = sorted(parameters, key=lambda name: parameters[name].nbytes)
-    rows = []
-    for count in sorted({1, len(by_size) // 2, len(by_size)} - {0}):
-        part = {name: parameters[name] for name in by_size[:count]}
-        seconds = _step_s(part, make_optimizer, typical_s, stashed=stashed)
-        rows.append((count, sum(p.nbytes for p in part.values()), seconds))
-    return rows
+    return [
+        (len(part), _nbytes(part), _step_s(part, make_optimizer, typical_s, stashed=stashed))
+        for part in _parts(parameters)
+    ]
 
 
 def _step_s(
@@ -236,6 +233,42 @@ def _step_s(
                 weights.release(held.pop(0))
 
     return typical_s(weights.step, prepare)
+
+
+class _NothingMoves(LocalTransport):
+    """Gradients are gathered and put back; that they travel is not part of a worker's own time."""
+
+    def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        return
+
+    def carries(self, workers: tuple[int, ...]) -> bool:
+        return False
+
+
+def average_times(parameters: Mapping[str, nn.Parameter], typical_s: TypicalSeconds) -> list[tuple[int, int, float]]:
+    """Number, bytes and seconds of averaging the parameters' gradients, and those of the smaller ones."""
+    transport = _NothingMoves(0, LocalExchange())
+    sync = GradientSync(
+        dict.fromkeys(parameters, (0, 1)), sync_policy("all-reduce"), transport=transport, timeout_s=NO_DEADLINE_S
+    )
+
+    def seconds(part: Mapping[str, nn.Parameter]) -> float:
+        weights = Weights(part, lambda named: ())
+        weights.gradients.update({name: torch.zeros_like(p) for name, p in part.items()})
+        return typical_s(lambda: sync.run([weights], 0), lambda: None)
+
+    return [(len(part), _nbytes(part), seconds(part)) for part in _parts(parameters)]
+
+
+def _parts(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
+    """The smallest, the smaller half, and all."""
+    by_size = sorted(parameters, key=lambda name: parameters[name].nbytes)
+    for count in sorted({1, len(by_size) // 2, len(by_size)} - {0}):
+        yield {name: parameters[name] for name in by_size[:count]}
+
+
+def _nbytes(parameters: Mapping[str, nn.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters.values())
 
 
 def fit_updates(rows: Sequence[tuple[int, int, float]]) -> UpdateCosts:
