@@ -28,9 +28,9 @@ HOST_KIND = "host"
 
 # What workers of one host do through shared memory, where nobody has measured it: copies of a core, and its own time.
 SHARED_BYTES_PER_S = 6.0e9
-SHARED_LATENCY_S = 10e-6
+SHARED_LATENCY_S = 30e-6
 SHARED_RING_BYTES_PER_S = 4.0e9
-SHARED_HANDLING_S = 70e-6
+SHARED_HANDLING_S = 80e-6
 SHARED_COPYING_BYTES_PER_S = 12e9
 
 

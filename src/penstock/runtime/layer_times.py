@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.job import Job
+from penstock.profile import WorkerSeconds
 from penstock.runtime.blueprint import Blueprint
 from penstock.runtime.capture import Captured
 from penstock.runtime.deferred import Deferring, PutOff
@@ -176,7 +177,8 @@ class Timer:
             for _ in range(-(-self.repeats_of(warm_up_s) // BLOCKS)):
                 take_pass(size, passes)
             progress(block + 1, BLOCKS * len(sizes))
-        return [(_stretched(passes.layers, passes.steps), passes.steps) for passes in found]
+        own = found[-1].steps.own
+        return [(_stretched(passes.layers, passes.steps, own), passes.steps) for passes in found]
 
     def _loss(self, output: Any, target: Any) -> Tensor | WeightedLoss:
         return loss_of(self.job, self.captured.rebuild_output(output), target)
@@ -260,9 +262,8 @@ def _times(whole: Sequence[_Run], halves: Sequence[_Run]) -> LayerTimes:
     )
 
 
-def _stretched(layers: Sequence[LayerTimes], step: StepTimes) -> list[LayerTimes]:
+def _stretched(layers: Sequence[LayerTimes], step: StepTimes, own: WorkerSeconds) -> list[LayerTimes]:
     """So that they add up to a whole step, but for the worker's own part of it."""
-    own = step.own
     forwards_s, backwards_s = sum(t.forward_s for t in layers), sum(t.input_s + t.weight_s for t in layers)
     forward = max(0.0, step.forward_s - own.forward_s) / forwards_s if forwards_s else 1.0
     backward = max(0.0, step.backward_s - own.backward_s) / backwards_s if backwards_s else 1.0

@@ -32,6 +32,9 @@ THREADS = 1
 """Of each worker, as profiles are measured unless asked otherwise."""
 WORK_S, WORK_ROUND_S = 0.8, 0.1
 
+PAUSE_S = 1e-3
+"""About what a small action takes."""
+
 
 def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) -> Survey | None:
     """This process's part in measuring the cluster; worker 0 returns what all have found, the others None."""
@@ -53,6 +56,7 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
             device=device,
             timeout_s=timeout_s,
             own_time=OwnTime(work=work.run, core_s=clock_of_cores() if has_cores else None),
+            pause_s=PAUSE_S,
         )
         timings = []
         for number, trial in enumerate(trials):

@@ -55,6 +55,8 @@ class Prober:
     timeout_s: float
     own_time: OwnTime = field(default_factory=OwnTime)
     enough_s: float = ENOUGH_S
+    pause_s: float = 0.0
+    """before a message is sent to and fro: in training its receiver has often waited for so long that it sleeps"""
 
     def run(self, number: int, trial: Trial) -> list[Timing]:
         """This worker's part in a trial; returns what it timed, if it leads a group."""
@@ -223,18 +225,28 @@ class _Incoming:
 
 
 def _to_and_fro_s(line: _Line, num_bytes: int, repeats: int) -> list[float]:
-    """Half of each round trip."""
-    line.order(num_bytes, repeats)
-    incoming, outgoing, clock = _Incoming(line, num_bytes, repeats), line.buffers(num_bytes), line.prober.clock
-    seconds = []
-    for i in range(repeats):
+    """One way: half of each round trip, or with a pause before it what is left of it without the way back, which takes
+    half of a trip without a pause."""
+    clock, pause_s = line.prober.clock, line.prober.pause_s
+    trips = 2 * repeats if pause_s else repeats
+    line.order(num_bytes, trips)
+    incoming, outgoing = _Incoming(line, num_bytes, trips), line.buffers(num_bytes)
+    seconds: list[float] = []
+    for i in range(trips):
         start_s = clock()
+        if pause_s and i % 2:
+            while clock() < start_s + pause_s:
+                pass
+            start_s = clock()
         line.send(outgoing[i % len(outgoing)])
         incoming.take()
-        seconds.append((clock() - start_s) / 2)
+        seconds.append(clock() - start_s)
         incoming.post_next()
     line.finish()
-    return seconds
+    if not pause_s:
+        return [trip_s / 2 for trip_s in seconds]
+    back_s = statistics.median(seconds[::2]) / 2
+    return [max(trip_s - back_s, back_s) for trip_s in seconds[1::2]]
 
 
 def _send_back(line: _Line, num_bytes: int, repeats: int) -> None:
