@@ -23,12 +23,13 @@ from torch.utils import _pytree as pytree
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.runtime.assemble import Assembly, assemble
-from penstock.runtime.blueprint import blueprint_of
+from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.capture import call_arguments
 from penstock.runtime.data import load_batch
 from penstock.runtime.optimizers import Optimizers
+from penstock.runtime.split import Splitter
 from penstock.runtime.transport import Transport
-from penstock.runtime.worker import Clock, Segment
+from penstock.runtime.worker import Clock, Feed, Segment
 from penstock.schedule import Kind
 
 TIMEOUT_S = 120.0
@@ -60,19 +61,49 @@ class _SameBatch:
         return self.parts[microbatch % len(self.parts)]
 
 
+@dataclass(frozen=True)
+class _Loading:
+    """Microbatches of so many samples, one after another through the data."""
+
+    job: Job
+    size: int
+    bind: Callable[[Any], list[Any]]
+
+    def key(self, microbatch: int) -> int:
+        return microbatch
+
+    def load(self, microbatch: int, *, inputs: bool = True, target: bool = True) -> tuple[Sequence[Any], Any]:
+        start = microbatch * self.size % max(1, len(self.job.data) - self.size + 1)
+        batch, wanted = load_batch(self.job, range(start, start + self.size), seed=microbatch)
+        return self.bind(batch), wanted
+
+
 class Ours:
     """A plan's own workers."""
 
-    def __init__(self, job: Job, plan: Plan, transport: Transport) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, transport: Transport, captured: tuple[Splitter, Blueprint] | None = None
+    ) -> None:
         self.plan, self.job = plan, job
         self.assembly = assemble(
-            job, plan, transport=transport, clock=time.perf_counter, device=CPU, timeout_s=TIMEOUT_S
+            job,
+            plan,
+            transport=transport,
+            clock=time.perf_counter,
+            device=CPU,
+            timeout_s=TIMEOUT_S,
+            captured=captured,
         )
         inputs, target = load_batch(job, range(job.batch_size), seed=0)
         flat = self.assembly.splitter.captured.bind(inputs)
         self.size = job.batch_size // plan.microbatches
         starts = range(0, self.size * plan.microbatches, self.size)
-        self.feed = _SameBatch([(_rows(flat, at, self.size), _rows(target, at, self.size)) for at in starts])
+        self.feed: Feed = _SameBatch([(_rows(flat, at, self.size), _rows(target, at, self.size)) for at in starts])
+
+    def loading(self) -> Ours:
+        """The same, but every microbatch is loaded from the job's data, as in training."""
+        self.feed = _Loading(self.job, self.size, self.assembly.splitter.captured.bind)
+        return self
 
     def run(self, minibatches: int) -> float:
         """The steady rate, from one update to another."""

@@ -1,7 +1,7 @@
 """One of the workers of ``penstock bench simulator``: measures a job or the links, or runs plans by turns.
 
-This machine is now faster, now slower. So before and after each run of a plan the workers do something else that they
-also did when the profile was taken, or that the profile knows, and tell how fast they were.
+A machine is now faster, now slower. So around the profile and around each run of a plan the workers take plain steps of
+the whole model, and the plan is played as much faster or slower.
 """
 
 from __future__ import annotations
@@ -19,28 +19,23 @@ import torch
 import torch.distributed as dist
 
 from penstock import codec
-from penstock.bench.contenders import Alone, Ours, Whole, steps_per_s
+from penstock.bench.contenders import CPU, Alone, Ours, Whole, steps_per_s
 from penstock.bench.jobs import bench_job, bench_profile
-from penstock.job import Job
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
-from penstock.profile import Profile
+from penstock.runtime.assemble import capture_for_plan
 from penstock.runtime.links import make_links, talking_pairs
 from penstock.runtime.survey import survey_cluster
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import join_workers, worker_process
-from penstock.runtime.worker_times import typical
 from penstock.schedule import Kind
 from penstock.trace import Event, merge
 
 CORES = 2
-MICROBATCHES = 4
-"""to a minibatch, under synchronous schedules"""
-ROUNDS = 7
-PROFILE_S, PASSES, FEWEST = 12.0, 5, 6
-"""about how long a profile takes: its passes are two through the layers, a step, and plain torch's"""
-BESIDE_S = 0.4
-"""for something else, before and after"""
+REPEATS = 10
+"""of the profile's passes"""
+BESIDE_S = 0.2
+"""of plain steps, before and after"""
 TIMEOUT_S = 120.0
 
 Play = tuple[float, list[float]]
@@ -48,36 +43,19 @@ Play = tuple[float, list[float]]
 
 
 def profile(case: str, directory: Path) -> None:
-    """As training finds the machine: all cores at work, which share caches and the way to memory. One for each count of
-    microbatches, since small ones use large layers badly."""
+    """As training finds the machine: all cores at work, which share caches and the way to memory."""
+    job = bench_job(case)
     with join_workers(1, TIMEOUT_S):
-        for microbatches in (1, MICROBATCHES):
-            dist.barrier()
-            made, step_s = _profile(bench_job(case), microbatches)
-            if dist.get_rank() == 0:
-                codec.save(made, directory / f"profile {microbatches}.json")
-                (directory / f"step {microbatches}").write_text(json.dumps(step_s))
+        whole = Whole(job, job.batch_size)
         dist.barrier()
-
-
-def _profile(job: Job, microbatches: int) -> tuple[Profile, float]:
-    """With the seconds of plain torch's step, taken by turns with the passes of the profile: a slow moment befalls
-    both."""
-    samples = job.batch_size // microbatches
-    whole = Whole(job, samples)
-    steps_s: list[float] = []
-
-    def step(done: int, total: int) -> None:
-        whole.step()  # finds its weights in the cache again, as it does when it is all that runs
-        start_s = time.perf_counter()
-        whole.step()
-        steps_s.append(time.perf_counter() - start_s)
-
-    step_s = 1 / steps_per_s(whole, BESIDE_S)
-    made = bench_profile(
-        job, repeats=max(FEWEST, round(PROFILE_S / (PASSES * step_s))), microbatches=microbatches, progress=step
-    )
-    return made, typical(steps_s)
+        before = steps_per_s(whole, BESIDE_S)
+        made = bench_profile(job, repeats=REPEATS)
+        dist.barrier()
+        step_s = 2 / (before + steps_per_s(whole, BESIDE_S))
+        if dist.get_rank() == 0:
+            codec.save(made, directory / "profile.json")
+            (directory / "step").write_text(json.dumps(step_s))
+        dist.barrier()
 
 
 def cluster(case: str, directory: Path) -> None:
@@ -88,26 +66,28 @@ def cluster(case: str, directory: Path) -> None:
 
 
 def run(case: str, directory: Path) -> None:
-    """The plans in ``directory``, all for as many workers, for the minibatches that a file there has of each."""
+    """The plans in ``directory``, all of one profile and for as many workers, as the file ``runs`` says: for each its
+    minibatches at a time, the rounds, and the seconds of a plain step when the profile was taken."""
     plans = {path.stem: codec.load(Plan, path) for path in sorted(directory.glob("plan*.json"))}
-    minibatches: dict[str, int] = json.loads((directory / "minibatches").read_text())
-    steps_s: dict[str, float] = json.loads((directory / "steps").read_text())
-    some = next(iter(plans.values()))
+    orders = json.loads((directory / "runs").read_text())
+    minibatches: dict[str, int] = orders["minibatches"]
+    some, job = next(iter(plans.values())), bench_job(case)
     _stay_on_a_core(some.cluster.host(some.devices[int(os.environ["RANK"])]))
     with worker_process(some, TIMEOUT_S) as device:
         groups = sorted({group for plan in plans.values() for group in sync_groups(plan)})
         pairs = sorted({pair for plan in plans.values() for pair in talking_pairs(plan)})
         links = make_links(groups, pairs, device=device, timeout_s=TIMEOUT_S)
-        contenders = {name: Ours(bench_job(case), plan, links.transport) for name, plan in plans.items()}
+        captured = capture_for_plan(job, some, CPU)
+        contenders = {name: Ours(job, plan, links.transport, captured).loading() for name, plan in plans.items()}
         gc.freeze()  # as in training
         for name, contender in contenders.items():  # warms caches and learns the shapes
-            _rate(contender, minibatches[name])
+            _rate(contender, min(3, minibatches[name]))
         found: dict[str, list[Play]] = {name: [] for name in plans}
-        for _ in range(ROUNDS):
+        for _ in range(orders["rounds"]):
             for name, contender in contenders.items():
-                before = _speeds(case, contender, steps_s[name])
+                before = _speeds(case, contender, orders["step_s"])
                 rate = _rate(contender, minibatches[name])
-                after = _speeds(case, contender, steps_s[name])
+                after = _speeds(case, contender, orders["step_s"])
                 found[name].append((rate, [statistics.mean(pair) for pair in zip(before, after, strict=True)]))
         if dist.get_rank() == 0:
             (directory / "found").write_text(json.dumps(found))
@@ -139,7 +119,7 @@ def _speeds(case: str, ours: Ours, step_s: float) -> list[float]:
     at work knows: each steps through its own stage, by the time that it had a core."""
     dist.barrier()
     if dist.get_world_size() <= CORES:
-        return _shared(step_s * steps_per_s(_whole(case, ours.size), BESIDE_S))
+        return _shared(step_s * steps_per_s(_whole(case), BESIDE_S))
     return _shared(_stage_s(ours) * steps_per_s(Alone(ours), BESIDE_S, clock=time.thread_time))
 
 
@@ -161,8 +141,9 @@ def _shared(mine: float) -> list[float]:
 
 
 @lru_cache
-def _whole(case: str, samples: int) -> Whole:
-    return Whole(bench_job(case), samples)
+def _whole(case: str) -> Whole:
+    job = bench_job(case)
+    return Whole(job, job.batch_size)
 
 
 if __name__ == "__main__":

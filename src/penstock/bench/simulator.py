@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -19,7 +19,7 @@ from typing import ClassVar
 from penstock import codec
 from penstock.bench.hosts import make_hosts, why_not
 from penstock.bench.network import SLOW, measured_cluster
-from penstock.bench.plays import CORES, MICROBATCHES, Play
+from penstock.bench.plays import CORES, Play
 from penstock.bench.rows import Column, Findings
 from penstock.bench.why import config_of
 from penstock.cluster import Cluster, Level
@@ -30,18 +30,34 @@ from penstock.runtime.launch import launch_workers
 from penstock.simulate import simulate
 from penstock.units import show_bits_per_s
 
-CASES = ("vgg", "transformer")
+CASES = ("vgg", "transformer", "resnet", "gpt2", "unet", "experts", "lstm")
+CROWDED_CASES = ("vgg", "transformer")
+"""Models that also run over a slow network, and with three workers on two cores."""
+MICROBATCHES = 4
+"""to a minibatch there, under synchronous schedules"""
 PLANS = (
     ((1, 1), ("pipedream", "1f1b", "gpipe", "zb-h1")),
     ((1, 2), ("pipedream", "1f1b")),
     ((2, 1), ("pipedream", "1f1b")),
 )
-ROUND_S = 1.2
+CHOICES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("1f1b", (1, 1)),
+    ("gpipe", (1, 1)),
+    ("zb-h1", (1, 1)),
+    ("interleaved", (1, 1, 1, 1)),
+    ("zb-v", (1, 1, 1, 1)),
+)
+"""Pipelines of two workers for which the number of microbatches is chosen, and all numbers are run."""
+COUNTS = (1, 2, 4, 8)
+FREE = ("pipedream", "1f1b")
+"""Schedules under which everything is left to the planner."""
+ROUND_S = 0.8
 """about how long a plan runs at a time"""
+ROUNDS = 3
 FEWEST, MOST = 12, 60
 """minibatches at a time"""
-MEDIAN_ERROR, WORST_ERROR = 0.05, 0.10
-TIMEOUT_S = 400.0
+MEDIAN_ERROR, WORST_ERROR, CHOICE_LOSS = 0.05, 0.12, 0.05
+TIMEOUT_S = 600.0
 
 Runs = Callable[[Sequence[str], Sequence[int]], None]
 """Runs ``python ARGUMENTS`` as workers on these cores."""
@@ -59,6 +75,9 @@ class SimulatorRow:
     simulated: float
     error: float
     """of the simulated rate, beside the measured one"""
+    microbatches: int = 1
+    chosen: str = ""
+    """what the planner chose of this plan: the number of its "microbatches", or "all" of it"""
     crowded: bool = False
     """two of its workers share a core"""
     note: str = ""
@@ -66,6 +85,8 @@ class SimulatorRow:
 
     COLUMNS: ClassVar[tuple[Column, ...]] = (
         *(Column(title) for title in ("model", "network", "plan", "schedule")),
+        Column("micro-\nbatches", right=True),
+        Column("chosen"),
         *(Column(title, right=True) for title in ("measured\nsamples/s", "simulated", "error")),
     )
     CAPTION: ClassVar[str] = "samples/s of runs on this machine, and what the simulator says of the same plans"
@@ -73,7 +94,7 @@ class SimulatorRow:
     @property
     def cells(self) -> tuple[str, ...]:
         numbers = f"{self.measured:.1f}", f"{self.simulated:.1f}", f"{self.error:+.1%}"
-        return self.case, self.network, self.plan, self.schedule, *numbers
+        return self.case, self.network, self.plan, self.schedule, str(self.microbatches), self.chosen, *numbers
 
     @property
     def footnote(self) -> str:
@@ -89,9 +110,16 @@ class Known:
     """that plain torch took for a step of it at that time: when it takes less, the machine is that much faster"""
 
     @classmethod
-    def read(cls, directory: Path, microbatches: int) -> Known:
-        profile = codec.load(Profile, directory / f"profile {microbatches}.json")
-        return cls(profile, float((directory / f"step {microbatches}").read_text()))
+    def read(cls, directory: Path) -> Known:
+        return cls(codec.load(Profile, directory / "profile.json"), float((directory / "step").read_text()))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan to run, and what the planner chose of it."""
+
+    plan: Plan
+    chosen: str = ""
 
 
 def run() -> Findings:
@@ -104,8 +132,10 @@ def _of_model(case: str) -> Iterator[SimulatorRow]:
         _say(f"{case}: profile and links")
         for what in ("profile", "cluster"):
             _run_here(["-m", "penstock.bench.plays", what, case, name], range(CORES))
-        known = {count: Known.read(Path(name), count) for count in (1, MICROBATCHES)}
-        link = codec.load(Cluster, Path(name) / "cluster.json")
+        known, link = Known.read(Path(name)), codec.load(Cluster, Path(name) / "cluster.json")
+    yield from _chosen(case, known, link)
+    if case not in CROWDED_CASES:
+        return
     yield from _on_network(case, "loopback", known, link, link.levels[0], _run_here)
     if why_not() is not None:
         return
@@ -120,48 +150,76 @@ def _of_model(case: str) -> Iterator[SimulatorRow]:
         yield from _on_network(case, network, known, apart, link.levels[0], run_there)
 
 
+def _chosen(case: str, known: Known, link: Cluster) -> Iterator[SimulatorRow]:
+    """Pipelines of two workers with every number of microbatches, the planner's own among them; and its own plans."""
+    cases: list[Case] = []
+    link = _cores_as_hosts(link, link.levels[0], 1)
+    for schedule, replicas in CHOICES:
+        hints = Hints(replicas=replicas)
+        chosen = make_plan(known.profile, link, schedule=schedule, hints=hints)
+        others = [count for count in COUNTS if count <= known.profile.batch_size and count != chosen.microbatches]
+        plans = [make_plan(known.profile, link, schedule=schedule, hints=hints, microbatches=n) for n in others]
+        cases += [Case(chosen, "microbatches"), *map(Case, plans)]
+    cases += [Case(make_plan(known.profile, link, schedule="pipedream", hints=Hints(replicas=(1, 1))))]
+    free = [make_plan(known.profile, link, schedule=schedule) for schedule in FREE]
+    cases += [Case(plan, "all") for plan in free if len(plan.devices) == CORES]
+    yield from _compared(case, "loopback", known, cases, _run_here)
+
+
+def _cores_as_hosts(between: Cluster, within: Level, workers: int) -> Cluster:
+    """A core stands for a host, with so many workers on it."""
+    return replace(
+        between,
+        devices=(replace(between.devices[0], memory_bytes=None),) * (CORES * workers),
+        levels=(replace(within, size=workers), replace(between.levels[-1], size=CORES)),
+        cores=1,
+    )
+
+
 def _run_here(arguments: Sequence[str], cores: Sequence[int]) -> None:
     launch_workers(arguments, len(cores), threads=1)
 
 
 def _on_network(
-    case: str, network: str, known: Mapping[int, Known], between: Cluster, within: Level, run_workers: Runs
+    case: str, network: str, known: Known, between: Cluster, within: Level, run_workers: Runs
 ) -> Iterator[SimulatorRow]:
-    """With a core for a host: joined as ``between`` has it, and ``within`` what joins two workers on one of them."""
+    """Cores joined as ``between`` has it, and ``within`` what joins two workers on one of them."""
     for replicas, schedules in PLANS:
-        room = max(replicas)
-        cluster = replace(
-            between,
-            name=network,
-            devices=(replace(between.devices[0], memory_bytes=None),) * (CORES * room),
-            levels=(replace(within, size=room), replace(between.levels[-1], size=CORES)),
-            cores=1,
-        )
-        plans = [_plan(known, cluster, replicas, schedule) for schedule in schedules]
-        yield from _compared(case, network, known, plans, run_workers)
+        cluster = replace(_cores_as_hosts(between, within, max(replicas)), name=network)
+        cases = [
+            Case(
+                make_plan(
+                    known.profile,
+                    cluster,
+                    schedule=schedule,
+                    microbatches=1 if schedule == "pipedream" else MICROBATCHES,
+                    hints=Hints(replicas=replicas),
+                )
+            )
+            for schedule in schedules
+        ]
+        yield from _compared(case, network, known, cases, run_workers)
 
 
 def _compared(
-    case: str,
-    network: str,
-    known: Mapping[int, Known],
-    plans: Sequence[Plan],
-    run_workers: Runs,
+    case: str, network: str, known: Known, cases: Sequence[Case], run_workers: Runs
 ) -> Iterator[SimulatorRow]:
     """Plans that have their workers on the same hosts, run by turns."""
-    (cores,) = {tuple(map(plan.cluster.host, plan.devices)) for plan in plans}
-    minibatches = {f"plan {i}": _minibatches(plan) for i, plan in enumerate(plans)}
+    plans = {f"plan {i:02}": each.plan for i, each in enumerate(cases)}
+    some = cases[0].plan
+    cores = tuple(map(some.cluster.host, some.devices))
+    minibatches = {name: _minibatches(plan) for name, plan in plans.items()}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        for file, plan in zip(minibatches, plans, strict=True):
+        for file, plan in plans.items():
             codec.save(plan, directory / f"{file}.json")
-        (directory / "minibatches").write_text(json.dumps(minibatches))
-        steps_s = {file: known[plan.microbatches].step_s for file, plan in zip(minibatches, plans, strict=True)}
-        (directory / "steps").write_text(json.dumps(steps_s))
-        _say(f"{case}, {network}, {', '.join(f'{config_of(plan)} {plan.schedule}' for plan in plans)}")
+        orders = {"minibatches": minibatches, "rounds": ROUNDS, "step_s": known.step_s}
+        (directory / "runs").write_text(json.dumps(orders))
+        _say(f"{case}, {network}, {len(plans)} plans")
         run_workers(["-m", "penstock.bench.plays", "run", case, name], cores)
         found: dict[str, list[Play]] = json.loads((directory / "found").read_text())
-    for file, plan in zip(minibatches, plans, strict=True):
+    for file, each in zip(plans, cases, strict=True):
+        plan = each.plan
         measured = [rate for rate, _ in found[file]]
         simulated = [simulate(_at_speeds(plan, speeds), minibatches[file]).samples_per_s for _, speeds in found[file]]
         yield SimulatorRow(
@@ -169,22 +227,13 @@ def _compared(
             network=network,
             plan=config_of(plan),
             schedule=plan.schedule,
+            microbatches=plan.microbatches,
+            chosen=each.chosen,
             crowded=len(plan.devices) > CORES,
             measured=statistics.median(measured),
             simulated=statistics.median(simulated),
             error=statistics.median(s / m - 1 for s, m in zip(simulated, measured, strict=True)),
         )
-
-
-def _plan(known: Mapping[int, Known], cluster: Cluster, replicas: tuple[int, ...], schedule: str) -> Plan:
-    microbatches = 1 if schedule == "pipedream" else MICROBATCHES
-    return make_plan(
-        known[microbatches].profile,
-        cluster,
-        schedule=schedule,
-        microbatches=microbatches,
-        hints=Hints(replicas=replicas),
-    )
 
 
 def _at_speeds(plan: Plan, speeds: Sequence[float]) -> Plan:
@@ -200,15 +249,11 @@ def _minibatches(plan: Plan) -> int:
 
 
 def verdict(rows: Sequence[SimulatorRow]) -> str:
-    """Of all, and of those whose workers do not crowd the cores of a host."""
-    parts = [_verdict(rows, "runs")]
-    roomy = [row for row in rows if not row.crowded]
-    if len(roomy) < len(rows):
-        parts.append(_verdict(roomy, "of them do not crowd their cores"))
-    return " ".join(parts)
+    """Of all plans, and of the chosen numbers of microbatches."""
+    return f"{_accuracy(rows)} {_choices(rows)}"
 
 
-def _verdict(rows: Sequence[SimulatorRow], what: str) -> str:
+def _accuracy(rows: Sequence[SimulatorRow]) -> str:
     errors = sorted(abs(row.error) for row in rows)
     median, worst = statistics.median(errors), errors[-1]
     apart = [
@@ -219,9 +264,26 @@ def _verdict(rows: Sequence[SimulatorRow], what: str) -> str:
     crossed = sum((one.measured < two.measured) != (one.simulated < two.simulated) for one, two in apart)
     met = median <= MEDIAN_ERROR and worst <= WORST_ERROR and not crossed
     return (
-        f"{len(rows)} {what}: median error {median:.1%}, worst {worst:.1%}; of {len(apart)} pairs of a model that "
+        f"{len(rows)} runs: median error {median:.1%}, worst {worst:.1%}; of {len(apart)} pairs of a model that "
         f"differ by more than {MEDIAN_ERROR:.0%}, {crossed} are in another order when simulated. "
         f"Wanted: {MEDIAN_ERROR:.0%}, {WORST_ERROR:.0%} and none: {'met' if met else 'NOT met'}."
+    )
+
+
+def _choices(rows: Sequence[SimulatorRow]) -> str:
+    """How far the chosen numbers of microbatches are from the best of those that were run."""
+    best: dict[tuple[str, str, str], float] = {}
+    for row in rows:
+        if row.chosen != "all":
+            key = row.case, row.schedule, row.plan
+            best[key] = max(best.get(key, 0.0), row.measured)
+    losses = [1 - row.measured / best[row.case, row.schedule, row.plan] for row in rows if row.chosen == "microbatches"]
+    if not losses:
+        return ""
+    off = sum(loss > CHOICE_LOSS for loss in losses)
+    return (
+        f"The chosen number of microbatches is within {CHOICE_LOSS:.0%} of the best in {len(losses) - off} of "
+        f"{len(losses)} cases, {max(losses):.1%} below it at worst. Wanted: all: {'NOT met' if off else 'met'}."
     )
 
 

@@ -175,9 +175,13 @@ def assemble(
     clock: Callable[[], float],
     device: torch.device,
     timeout_s: float,
+    captured: tuple[Splitter, Blueprint] | None = None,
 ) -> Assembly:
-    """The worker of ``transport.rank``: its section of the model, its ends of the channels, its share of the sync."""
-    splitter, blueprint = capture_for_plan(job, plan, device)
+    """The worker of ``transport.rank``: its section of the model, its ends of the channels, its share of the sync.
+
+    A model that is captured already may be given, by ``capture_for_plan`` of a plan from the same profile.
+    """
+    splitter, blueprint = captured or capture_for_plan(job, plan, device)
     pipeline = plan.pipeline
     edges = splitter.edge_values([stage.layers for stage in plan.stages])
     clip, scaler = None, None
