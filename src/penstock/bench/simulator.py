@@ -78,8 +78,6 @@ class SimulatorRow:
     microbatches: int = 1
     chosen: str = ""
     """what the planner chose of this plan: the number of its "microbatches", or "all" of it"""
-    crowded: bool = False
-    """two of its workers share a core"""
     note: str = ""
     """on all rows, under the last"""
 
@@ -229,7 +227,6 @@ def _compared(
             schedule=plan.schedule,
             microbatches=plan.microbatches,
             chosen=each.chosen,
-            crowded=len(plan.devices) > CORES,
             measured=statistics.median(measured),
             simulated=statistics.median(simulated),
             error=statistics.median(s / m - 1 for s, m in zip(simulated, measured, strict=True)),
@@ -250,7 +247,7 @@ def _minibatches(plan: Plan) -> int:
 
 def verdict(rows: Sequence[SimulatorRow]) -> str:
     """Of all plans, and of the chosen numbers of microbatches."""
-    return f"{_accuracy(rows)} {_choices(rows)}"
+    return f"{_accuracy(rows)} {_choices(rows)}".strip()
 
 
 def _accuracy(rows: Sequence[SimulatorRow]) -> str:
