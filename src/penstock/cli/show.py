@@ -43,6 +43,7 @@ def profile_table(profile: Profile) -> Table:
         box=box.SIMPLE_HEAD,
         title=f"{profile.model} on {kind}: {profile.microbatch_size} samples, captured by {profile.front_end}",
         caption=f"total {show_seconds(_total_s(profile))} per microbatch and update"
+        + _other_sizes(profile)
         + (f"\nnot captured by torch.export: {profile.reason}" if profile.reason else ""),
     )
     for column in ("layer", "kind"):
@@ -60,6 +61,22 @@ def profile_table(profile: Profile) -> Table:
             show_bytes(layer.saved_bytes),
         )
     return table
+
+
+def _other_sizes(profile: Profile) -> str:
+    """Forward and backward at every further size that was measured, for one sample."""
+    kind = next(iter(profile.seconds))
+    layers = [layer.is_input for layer in profile.graph.layers]
+
+    def each_s(size: float) -> float:
+        rows = zip(profile.at(size).seconds[kind], layers, strict=True)
+        total_s = sum(r.forward_s + r.backward_input_s + r.backward_weight_s for r, is_input in rows if not is_input)
+        return total_s / size
+
+    sizes = profile.measured_sizes[::-1]
+    if len(sizes) < 2:
+        return ""
+    return "\na sample takes " + ", ".join(f"{show_seconds(each_s(size))} of {size:g}" for size in sizes)
 
 
 def _total_s(profile: Profile) -> float:
