@@ -87,12 +87,16 @@ def profile(
     job: JobFile,
     output: Annotated[Path, typer.Option(help="where to write the profile")] = Path("profile.json"),
     microbatch_size: Annotated[
-        int | None, typer.Option(help="samples to measure with; the job's batch_size if not given")
+        int | None,
+        typer.Option(
+            help="largest microbatch to measure; a half, an eighth and a 32nd of it are measured too; "
+            "the job's batch_size if not given"
+        ),
     ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads that each worker will have")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Measure every layer of a job's model: seconds, bytes, what autograd keeps."""
+    """Measure every layer of a job's model at several microbatch sizes: seconds, bytes, what autograd keeps."""
     made = _profile(job, microbatch_size, threads)
     codec.save(made, output)
     _answer(made, as_json, lambda: shown.profile_table(made), f"profile written to {output}")
