@@ -82,6 +82,35 @@ def chain_profile(
     )
 
 
+def affine_profile(
+    fixed_s: float,
+    sample_s: float,
+    *,
+    layers: int = 2,
+    batch_size: int = 8,
+    measured: Sequence[int] = (1, 8),
+    **graph: Any,
+) -> Profile:
+    """A chain of layers with forwards of ``fixed_s`` and ``sample_s`` per sample, known at the ``measured`` sizes."""
+    *others, largest = sorted(measured)
+    profile = chain_profile(
+        [fixed_s + largest * sample_s] * layers, batch_size=batch_size, microbatch_size=largest, **graph
+    )
+    values = [value.num_bytes for value in profile.graph.values]
+    return replace(
+        profile,
+        other_sizes=tuple(
+            SizeCosts(
+                microbatch_size=size,
+                seconds={"cpu": (layer_seconds(fixed_s + size * sample_s),) * layers},
+                saved_bytes=tuple(layer.saved_bytes * size / largest for layer in profile.graph.layers),
+                value_bytes=tuple(each * size / largest for each in values),
+            )
+            for size in others
+        ),
+    )
+
+
 def flat_cluster(
     devices: int, *, bytes_per_s: float = 1e9, latency_s: float = 0.0, memory_bytes: int | None = None
 ) -> Cluster:
