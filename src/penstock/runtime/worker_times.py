@@ -283,7 +283,7 @@ def fit_updates(rows: Sequence[tuple[int, int, float]]) -> UpdateCosts:
         return UpdateCosts(0.0, 0.0, 0.0)
     seconds = np.array([max(row[2], 1e-12) for row in rows])
     table = np.array([[1.0, row[0], row[1]] for row in rows]) / seconds[:, None]
-    kept = [0, 1, 2]
+    kept = np.flatnonzero(table.any(axis=0)).tolist()  # parameters may have no bytes
     while True:
         found, *_ = np.linalg.lstsq(table[:, kept] / table[:, kept].max(axis=0), np.ones(len(rows)), rcond=None)
         if (found >= 0).all() or len(kept) == 1:
