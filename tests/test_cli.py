@@ -110,7 +110,7 @@ def test_plan_answers_with_stable_keys(tmp_path: Path) -> None:
     answer = json.loads(result.stdout)
     assert set(answer) == {
         "model", "cluster", "schedule", "microbatches", "seconds_per_minibatch", "samples_per_s", "lower_bound", "gap",
-        "latency_s", "speedup_over_data_parallel", "bottleneck", "stages",
+        "latency_s", "speedup_over_data_parallel", "bottleneck", "notes", "stages",
     }  # fmt: skip
     assert set(answer["stages"][0]) == {
         "layers", "first_layer", "last_layer", "devices", "shares", "recompute", "sends", "in_flight",

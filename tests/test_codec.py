@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import SCHEDULES, chain_profile, clusters, graphs, law, one_device_plan, plans, profiles, slow_law
+from builders import (
+    SCHEDULES,
+    affine_profile,
+    chain_profile,
+    clusters,
+    graphs,
+    law,
+    one_device_plan,
+    plans,
+    profiles,
+    slow_law,
+)
 from penstock import codec
 from penstock.cluster import Cluster
 from penstock.errors import FormatError, GraphError, PenstockError, ProfileError, ScheduleError
@@ -163,6 +174,11 @@ BROKEN = [
     ("too few costs", put("seconds.cpu", []), ProfileError, ["seconds.cpu", "0 entries for 3 layers"]),
     ("no costs", put("seconds", {}), ProfileError, ["seconds", "at least one device kind"]),
     ("no samples", put("batch_size", 0), ProfileError, ["batch_size", "at least 1"]),
+    ("no sample at all", put("smallest_microbatch", 0), ProfileError, ["smallest_microbatch is 0", "at least 1"]),
+    ("empty microbatch", put("microbatch_size", 0), ProfileError, ["microbatch_size is 0", "above 0"]),
+    ("negative loading", put("load_s", -1.0), ProfileError, ["load_s is -1.0", "0 or more"]),
+    ("negative own time", put("worker", {"cpu": {"between_s": -1.0}}), ProfileError, ["cpu", "between_s is -1.0"]),
+    ("negative uncertainty", put("uncertainty", -0.1), ProfileError, ["uncertainty is -0.1", "0 or more"]),
 ]  # fmt: skip
 
 
@@ -180,6 +196,31 @@ def test_a_broken_profile_is_refused_with_its_file_the_field_and_a_remedy(
     assert message.startswith(f"{path}: ")
     assert [word for word in words if word not in message] == []
     assert "\n" not in message
+
+
+BROKEN_SIZES = [
+    ("empty", put("microbatch_size", 0), ["microbatch_size is 0.0", "above 0"]),
+    ("negative", put("microbatch_size", -2), ["microbatch_size is -2.0", "above 0"]),
+    ("twice", put("microbatch_size", 8), ["microbatches of 8 samples have two entries", "each size has one"]),
+    ("another kind", put("seconds", {"gpu": []}), ["seconds at 1 samples: ['gpu']", "['cpu']"]),
+    ("no kind", put("seconds", {}), ["seconds", "at least one device kind"]),
+    ("too few layers", put("seconds.cpu", []), ["seconds.cpu: 0 entries for 2 layers"]),
+    ("too few saved", put("saved_bytes", [1]), ["saved_bytes: 1 entries for 2 layers"]),
+    ("too many values", put("value_bytes", [1, 2]), ["value_bytes: 2 entries for 1 values"]),
+    ("negative saved", put("saved_bytes.1", -5), ["other_sizes[0]", "saved_bytes is -5.0", "measure it again"]),
+    ("negative value", put("value_bytes.0", -5), ["other_sizes[0]", "value_bytes is -5.0", "measure it again"]),
+    ("negative loading", put("load_s", -0.5), ["other_sizes[0]", "load_s is -0.5", "measure it again"]),
+]
+
+
+@pytest.mark.parametrize(("edit", "words"), [row[1:] for row in BROKEN_SIZES], ids=[row[0] for row in BROKEN_SIZES])
+def test_a_broken_microbatch_size_is_refused_by_name(edit: Any, words: list[str]) -> None:
+    data = codec.encode(affine_profile(1.0, 1.0))
+    edit(data["other_sizes"][0])
+    with pytest.raises(ProfileError) as caught:
+        codec.loads(Profile, json.dumps(data), "p.json")
+    assert str(caught.value).startswith("p.json: ")
+    assert [word for word in words if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize("kept", [0, 1, 20, -3])

@@ -14,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from builders import chain_profile, flat_cluster, law, plan_of, profiles, slow_law
+from builders import chain_profile, flat_cluster, law, layer_seconds, plan_of, profiles, slow_law
+from builders import profile_of as made_profile_of
 from in_threads import CPU, even_plan, looped_plan, profile_of, run_in_threads
 from models import make_job
 from penstock import codec
 from penstock.cluster import Cluster, Level
 from penstock.compression import BLOCK, COMPRESSIONS
-from penstock.cost import sent_bytes
+from penstock.cost import CostModel
 from penstock.errors import PlanError
-from penstock.graph import Value
+from penstock.graph import Layer, LayerGraph, Value
 from penstock.plan import Plan, Stage
 from penstock.plan_costs import PlanCosts
 from penstock.planner import Hints, make_plan
@@ -40,6 +41,13 @@ from test_worker import single_process
 ROUNDED = ("bf16", "int8")
 numbers = st.floats(-(2.0**127), 2.0**127, width=32)
 shapes = st.lists(st.integers(0, 40), max_size=3)
+
+
+def sent_bytes(value: Value, sends: str) -> float:
+    """By the cost model."""
+    graph = LayerGraph(layers=(Layer(id=0, name="l", kind="Any"),), values=(value,))
+    profile = made_profile_of(graph, [layer_seconds(1.0)])
+    return CostModel(profile=profile, cluster=flat_cluster(1), microbatch_size=1).sent_bytes(value, sends)
 
 
 def there_and_back(tensor: Tensor, sends: str) -> Tensor:

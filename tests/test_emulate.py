@@ -23,6 +23,7 @@ from penstock.errors import PlanError
 from penstock.plan import Plan, Stage
 from penstock.plan_costs import PlanCosts
 from penstock.planner import make_plan
+from penstock.profile import WorkerSeconds
 from penstock.run import RunDirectory
 from penstock.runtime.emulate import emulate, usual_dilation
 from penstock.runtime.emulated_network import EmulatedNetwork, Transfer
@@ -177,6 +178,34 @@ def test_averaging_begins_in_the_midst_of_a_backward_where_it_is_played_so(by_wo
     ]
     assert waits[1] == pytest.approx(0.2 if by_workers else 0.1)
     assert waits[0] == pytest.approx(waits[1], rel=0.3)
+
+
+OWN = WorkerSeconds(
+    forward_s=0.01,
+    backward_s=0.02,
+    backward_input_s=0.005,
+    backward_weight_s=0.005,
+    update_s=0.01,
+    average_s=0.02,
+    between_s=0.005,
+)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+def test_a_workers_own_time_and_loading_take_as_long_emulated_as_simulated(
+    schedule: str, replicas: tuple[int, int]
+) -> None:
+    plain = chain_profile([0.01, 0.01], batch_size=4, parameter_bytes=1)
+    layers = tuple(replace(layer, reads_data=True) for layer in plain.graph.layers)
+    profile = replace(plain, graph=replace(plain.graph, layers=layers), worker={"cpu": OWN}, load_s=0.01)
+    plan = plan_of(profile, flat_cluster(3), [[0], [1]], replicas, schedule=schedule, microbatches=4)
+    bare = replace(plan, profile=replace(profile, worker={}, load_s=0.0))
+    simulated_s = simulate(plan, 2).span_s
+    assert simulated_s > 1.5 * simulate(bare, 2).span_s
+    trace = emulate(plan, 2, timeout_s=60).trace
+    starts_with_s = PlanCosts(plan).before_s(0, 0, Kind.FORWARD)  # a trace begins with its first action
+    assert trace.span_s == pytest.approx(simulated_s + starts_with_s, rel=0.06)
 
 
 def test_a_slow_link_takes_its_time() -> None:

@@ -7,13 +7,17 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
+from builders import flat_cluster, law
 from in_threads import profile
 from models import MODELS, make_job
 from penstock import codec
+from penstock.planner import make_plan
 from penstock.profile import Profile
-from penstock.runtime.measure import profile_job
+from penstock.runtime.measure import UNCERTAINTY, profile_job, sizes_to_measure
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -75,9 +79,9 @@ def test_backward_for_input_and_for_weight_are_told_apart() -> None:
     assert all(row.forward_s > 0 for row in made.seconds["cpu"])
 
 
-def test_layers_add_up_to_a_whole_step() -> None:
-    """By a clock on which everything takes a second: so does the step's forward, backward and update, and what goes
-    layer by layer is stretched to that. Halves of a backward taken apart are two things, and each layer's own."""
+def test_layers_and_the_workers_own_time_add_up_to_a_whole_step() -> None:
+    """By a clock on which everything takes a second: so does the step's forward, backward and update. Halves of a
+    backward taken apart are two things, and each layer's own."""
     ticks = itertools.count()
     made = profile_job(
         make_job("conv"),
@@ -88,10 +92,91 @@ def test_layers_add_up_to_a_whole_step() -> None:
         repeats=2,
         progress=lambda done, total: None,
     )
+    own = made.worker["cpu"]
+    assert own.between_s == own.backward_input_s == own.backward_weight_s == pytest.approx(1.0)
+    for rows in (made.seconds["cpu"], *(size.seconds["cpu"] for size in made.other_sizes)):
+        assert own.forward_s + sum(row.forward_s for row in rows) == pytest.approx(1.0)
+        backward_s = sum(row.backward_input_s + row.backward_weight_s for row in rows)
+        assert own.backward_s + backward_s == pytest.approx(1.0)
+        assert own.update_s + sum(row.update_s for row in rows) == pytest.approx(1.0)
     rows = made.seconds["cpu"]
-    assert sum(row.forward_s for row in rows) == pytest.approx(1.0)
-    assert sum(row.backward_input_s + row.backward_weight_s for row in rows) == pytest.approx(1.0)
-    assert sum(row.update_s for row in rows) == pytest.approx(1.0)
     products = ["conv" in layer.kind.lower() or "linear" in layer.kind.lower() for layer in made.graph.layers]
     assert any(products)
     assert [row.halving_s for row in rows] == [1.0 if product else 0.0 for product in products]
+
+
+@pytest.mark.parametrize(
+    ("largest", "sizes"), [(1, [1]), (2, [2, 1]), (4, [4, 2]), (8, [8, 4, 1]), (64, [64, 32, 8, 2]), (7, [7, 3])]
+)
+def test_few_sizes_are_measured(largest: int, sizes: list[int]) -> None:
+    assert sizes_to_measure(largest) == sizes
+
+
+@law
+@given(st.integers(1, 10**5))
+def test_sizes_are_whole_and_fall_from_the_largest(largest: int) -> None:
+    sizes = sizes_to_measure(largest)
+    assert sizes[0] == largest
+    assert all(small < large for large, small in itertools.pairwise(sizes))
+    assert sizes[-1] >= 1
+    assert sum(sizes) < 2 * largest
+
+
+def test_costs_of_smaller_microbatches_are_measured_too() -> None:
+    made = profile(make_job("conv", samples=16, batch_size=8))
+    assert made.measured_sizes == (1, 4, 8)
+    for size in made.other_sizes:
+        share = size.microbatch_size / 8
+        assert list(size.value_bytes) == [value.num_bytes * share for value in made.graph.values]
+        saved = zip(size.saved_bytes, [layer.saved_bytes for layer in made.graph.layers], strict=True)
+        assert all(share * large <= small <= large for small, large in saved)  # batch norm keeps means at any size
+        assert [row.update_s for row in size.seconds["cpu"]] == [row.update_s for row in made.seconds["cpu"]]
+        assert all(row.forward_s >= 0 for row in size.seconds["cpu"])
+    assert made.load_s > 0
+    assert made.worker["cpu"].forward_s > 0
+    assert made.uncertainty == UNCERTAINTY
+    assert made.smallest_microbatch == 1
+
+
+def test_stages_load_where_inputs_and_targets_are_read() -> None:
+    made = profile(make_job("conv"))
+    assert [layer.reads_data for layer in made.graph.layers] == [
+        index in (0, len(made.graph.layers) - 1) for index in range(len(made.graph.layers))
+    ]
+
+
+def test_a_size_that_the_model_does_not_take_is_left_out() -> None:
+    """Batch norm over one sample is refused by torch."""
+    job = make_job("conv", samples=16, batch_size=8)
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    flat = [(x.flatten(), y) for x, y in (job.data[i] for i in range(len(job.data)))]
+    made = profile(type(job)(model=model, data=flat, loss=job.loss, optimizer=job.optimizer, batch_size=8))
+    assert made.measured_sizes == (4, 8)
+    assert made.smallest_microbatch == 2
+    plan = make_plan(made, flat_cluster(4), schedule="1f1b")
+    assert plan.microbatches <= 4
+    assert codec.loads(Profile, codec.dumps(made), "profile.json") == made
+
+
+def test_a_size_that_the_job_asks_for_and_the_model_does_not_take_is_an_error() -> None:
+    job = make_job("conv", samples=4, batch_size=1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    with pytest.raises(Exception, match="more than 1 value per channel"):
+        profile(type(job)(model=model, data=job.data, loss=job.loss, optimizer=job.optimizer, batch_size=1))
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 4])
+def test_a_part_of_a_minibatch_can_be_profiled(microbatch_size: int) -> None:
+    """By a slow clock, so that everything is repeated as seldom as can be."""
+    ticks = itertools.count()
+    made = profile_job(
+        make_job("tied", batch_size=4),
+        clock=lambda: float(next(ticks)),
+        device=torch.device("cpu"),
+        microbatch_size=microbatch_size,
+        threads=1,
+        repeats=1,
+        progress=lambda done, total: None,
+    )
+    assert made.measured_sizes[-1] == microbatch_size
+    assert made.worker["cpu"].between_s == 1.0

@@ -17,7 +17,7 @@ from penstock.cluster import parse_cluster
 from penstock.errors import FormatError
 from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.plan import Plan, Stage
-from penstock.planner import make_plan
+from penstock.planner import Hints, make_plan
 from penstock.profile import LayerSeconds, Profile
 from penstock.record import Mark, Moment, Record, Start
 from penstock.report import Outcome, content, curves, write_report
@@ -135,7 +135,7 @@ def report(path: Path, *arguments: Any, **more: Any) -> tuple[str, Any]:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make_plan(chain(), parse_cluster("local:3"), schedule="pipedream")
+    return make_plan(chain(), parse_cluster("local:3"), schedule="pipedream", hints=Hints(straight=True))
 
 
 @pytest.fixture(scope="module")

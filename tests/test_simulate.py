@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 
@@ -27,6 +28,7 @@ from penstock.errors import ClusterError, ScheduleError
 from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
+from penstock.profile import Profile, WorkerSeconds
 from penstock.schedule import Kind, check, dependencies, depths_with_slack, family, planned_depth
 from penstock.schedule.builders import position_on
 from penstock.simulate import CALM, Conditions, Episode, Stragglers, parse_conditions, play, simulate
@@ -205,6 +207,72 @@ def test_who_sends_or_takes_a_message_is_busy_with_it_at_its_two_ends() -> None:
     assert [start_s[each] for each in ("1F0", "1F1")] == pytest.approx([5.0, 9.0])  # they pass the link one by one
     assert [start_s[each] for each in ("1B0", "1B1")] == pytest.approx([10.0, 13.0])
     assert PlanCosts(plan).stage_s(0) == pytest.approx(1.0 + 2.0 + 2 * 1.0)
+
+
+def with_own_time(profile: Profile, *, load_s: float = 0.0, reads: Collection[int] = (), **own: float) -> Profile:
+    layers = tuple(replace(layer, reads_data=layer.id in reads) for layer in profile.graph.layers)
+    graph = replace(profile.graph, layers=layers)
+    return replace(profile, graph=graph, load_s=load_s, worker={"cpu": WorkerSeconds(**own)})
+
+
+def test_a_stage_that_reads_data_loads_before_each_forward_and_others_do_not() -> None:
+    profile = with_own_time(chain_profile([1.0] * 3, batch_size=2), load_s=0.25, reads=(0, 2))
+    plan = plan_of(profile, flat_cluster(3), [[0], [1], [2]], schedule="gpipe", microbatches=2)
+    start_s = {str(event.action): event.start_s for event in simulate(plan, 1).events}
+    assert [start_s[each] for each in ("0F0", "0F1")] == pytest.approx([0.25, 1.5])
+    assert [start_s[each] for each in ("1F0", "1F1")] == pytest.approx([1.25, 2.5])
+    assert [start_s[each] for each in ("2F0", "2F1")] == pytest.approx([2.5, 3.75])  # once what it takes is there
+    assert start_s["2B0"] == pytest.approx(4.75)
+    assert [PlanCosts(plan).stage_s(stage) for stage in range(3)] == pytest.approx([3.25, 3.0, 3.25])
+
+
+def test_a_workers_own_time_is_in_its_actions_and_between_them() -> None:
+    own = {"forward_s": 0.1, "backward_s": 0.2, "update_s": 0.3, "between_s": 0.05}
+    plan = plan_of(with_own_time(chain_profile([1.0], batch_size=1), **own), flat_cluster(1), [[0]])
+    times = [(str(e.action), e.start_s, e.end_s) for e in simulate(plan, 1).events]
+    assert [each[0] for each in times] == ["0F0", "0B0", "0STEP0"]
+    assert [each[1] for each in times] == pytest.approx([0.05, 1.2, 3.45])
+    assert [each[2] for each in times] == pytest.approx([1.15, 3.4, 3.75])
+    assert PlanCosts(plan).stage_s(0) == pytest.approx(3.75)
+
+
+def test_averaging_takes_a_workers_own_time_beside_the_all_reduce() -> None:
+    profile = with_own_time(chain_profile([1.0], batch_size=2, parameter_bytes=100), average_s=0.5)
+    rows = tuple(replace(row, average_s=0.25) for row in profile.seconds["cpu"])
+    level = Level(size=2, bytes_per_s=100.0, ring_by_workers=True)
+    cluster = replace(flat_cluster(2), levels=(level,))
+    plan = plan_of(replace(profile, seconds={"cpu": rows}), cluster, [[0]], [2], schedule="gpipe", microbatches=2)
+    seconds = {event.end_s - event.start_s for event in simulate(plan, 1).events if event.action.kind is Kind.SYNC}
+    assert list(seconds) == pytest.approx([1.0 + 0.75])
+    assert PlanCosts(plan).sync_s(0) == pytest.approx(1.75)
+
+
+@slow_law
+@given(plans(schedules=("pipedream", "1f1b", "gpipe", "zb-h1")))
+def test_one_device_takes_what_the_cost_model_says_of_it(plan: Plan) -> None:
+    whole = plan_of(
+        plan.profile,
+        flat_cluster(1),
+        [plan.profile.graph.order],
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+    )
+    costs = PlanCosts(whole)
+    assert simulate(whole, 3).span_s <= 3 * costs.minibatch_s() * (1 + 1e-9)
+    starts_with_s = costs.before_s(0, 0, Kind.FORWARD)  # before the first action of the trace
+    assert simulate(whole, 3).span_s + starts_with_s == pytest.approx(3 * costs.minibatch_s())
+
+
+@slow_law
+@given(plans())
+def test_a_worker_waits_its_own_time_between_two_actions(plan: Plan) -> None:
+    costs, trace = PlanCosts(plan), simulate(plan, 2)
+    for worker in range(len(plan.devices)):
+        mine = sorted((e for e in trace.events if e.worker == worker), key=lambda e: (e.start_s, e.end_s))
+        for before, after in pairwise(mine):
+            if after.action.kind is not Kind.SYNC:
+                gap_s = costs.before_s(after.action.stage, worker, after.action.kind)
+                assert after.start_s - before.end_s >= gap_s * (1 - 1e-6) - 1e-12
 
 
 def test_an_all_reduce_goes_at_its_own_rate() -> None:

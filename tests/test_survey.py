@@ -6,18 +6,20 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from builders import law
 from penstock.cluster import Level, parse_cluster_toml
 from penstock.cost import Traffic, message, ring_allreduce
 from penstock.errors import ClusterError, WorkerError
 from penstock.runtime.handling import OwnTime, handled_s
-from penstock.runtime.transport import LocalExchange, LocalTransport
+from penstock.runtime.transport import Channel, LocalExchange, LocalTransport, Pending
 from penstock.runtime.trials import Prober
 from penstock.survey import (
     Host,
@@ -353,3 +355,59 @@ def test_a_worker_whose_peer_is_silent_says_whom_it_waited_for() -> None:
     )
     with pytest.raises(WorkerError, match=r"worker 1 waited for worker 0 \(at most 0.1 s\): nothing came"):
         prober.run(0, trial)
+
+
+class _Sleepy(LocalTransport):
+    """To a peer that takes a second each way, and three more to wake if nothing came for longer than a pause."""
+
+    def __init__(self, clock: _Clock, exchange: LocalExchange) -> None:
+        super().__init__(0, exchange)
+        self.clock, self.last_s = clock, 0.0
+
+    def receive(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        return _Late(super().receive(tensor, channel, number), self)
+
+
+@dataclass
+class _Clock:
+    """Moves by a microsecond each time it is read."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+
+@dataclass(frozen=True)
+class _Late:
+    inner: Pending
+    transport: _Sleepy
+
+    def wait(self, timeout_s: float) -> None:
+        self.inner.wait(timeout_s)
+        clock = self.transport.clock
+        clock.now_s += 5.0 if clock.now_s - self.transport.last_s > 1e-3 else 2.0
+        self.transport.last_s = clock.now_s
+
+
+@pytest.mark.parametrize(("pause_s", "one_way_s"), [(0.0, 1.0), (2e-3, 4.0)])
+def test_a_message_after_a_pause_takes_as_long_as_it_does_to_a_receiver_who_sleeps(
+    pause_s: float, one_way_s: float
+) -> None:
+    """The way back is to the leader, who is awake."""
+    exchange, clock, found = LocalExchange(), _Clock(), list[tuple[int, float]]()
+    common = {"device": torch.device("cpu"), "timeout_s": 30.0, "enough_s": 8.0}
+    leader = Prober(transport=_Sleepy(clock, exchange), clock=clock, pause_s=pause_s, **common)  # type: ignore[arg-type]
+    follower = Prober(transport=LocalTransport(1, exchange), clock=time.perf_counter, **common)  # type: ignore[arg-type]
+    threads = [
+        threading.Thread(target=lambda: found.extend(leader.lead(1, Pattern.TO_AND_FRO, (64, 4096)))),
+        threading.Thread(target=lambda: follower.follow(0, Pattern.TO_AND_FRO)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [size for size, _ in found] == [64, 4096]
+    assert [seconds for _, seconds in found] == pytest.approx([one_way_s] * 2, rel=1e-3)
+    assert exchange.messages == {}

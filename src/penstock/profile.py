@@ -77,6 +77,16 @@ class SizeCosts:
     load_s: float = 0.0
     """reading a microbatch from the job's data"""
 
+    def __post_init__(self) -> None:
+        for name, numbers in (
+            ("load_s", [self.load_s]),
+            ("saved_bytes", self.saved_bytes),
+            ("value_bytes", self.value_bytes),
+        ):
+            wrong = [number for number in numbers if not (math.isfinite(number) and number >= 0)]
+            if wrong:
+                raise ProfileError(f"{name} is {wrong[0]}; it is a finite number of 0 or more: measure it again")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
@@ -114,14 +124,13 @@ class Profile:
     FORMAT: ClassVar[str] = "penstock.profile/1"
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "threads"):
+        for name in ("batch_size", "threads", "smallest_microbatch"):
             if getattr(self, name) < 1:
                 raise ProfileError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for each in self._sizes:
             self._check_size(each)
-        for name in ("load_s", "uncertainty"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ProfileError(f"{name} is {getattr(self, name)}; it is a finite number of 0 or more")
+        if not (math.isfinite(self.uncertainty) and self.uncertainty >= 0):
+            raise ProfileError(f"uncertainty is {self.uncertainty}; it is a finite number of 0 or more")
 
     def _check_size(self, costs: SizeCosts) -> None:
         size = costs.microbatch_size

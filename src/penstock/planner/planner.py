@@ -11,7 +11,7 @@ from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.planner.hints import Hints
 from penstock.planner.infeasible import explain_infeasible
-from penstock.planner.request import CLOSE_ENOUGH, MOST_SIMULATED_WORKERS, Request, Scored
+from penstock.planner.request import CLOSE_ENOUGH, MOST_SIMULATED_WORKERS, Request, Scored, fastest
 from penstock.profile import Profile
 from penstock.schedule import check, family
 from penstock.schedule.custom import custom_lines, custom_microbatches, numbered_by_stage, parse_custom
@@ -71,18 +71,44 @@ def make_plan(
 
 
 def _best(request: Request, counts: Sequence[int]) -> Scored | None:
-    """Over these numbers of microbatches, until fewer of them do worse twice in a row."""
-    best: Scored | None = None
+    """Over these numbers of microbatches. Cuts are no longer tried once fewer microbatches do worse twice in a row."""
+    requests = {count: replace(request, microbatches=count) for count in counts}
+    chosen: Scored | None = None
+    scored: list[Scored] = []
     worse = 0
-    for count in counts:
-        found = replace(request, microbatches=count).best()
-        if best is None or (found and found[0] < best[0] * CLOSE_ENOUGH):
-            best, worse = found or best, 0
+    for asked in requests.values():
+        found = asked.scored() if worse < 2 else asked.baselines
+        scored += found
+        best = fastest(found)
+        if chosen is None or (best and best[0] < chosen[0] * CLOSE_ENOUGH):
+            chosen, worse = best or chosen, 0
         else:
             worse += 1
-        if worse == 2:
-            break
-    return best
+    if chosen is None:
+        return None
+    seconds, plan = _simplest(chosen, scored, request.profile.uncertainty)
+    return requests[plan.microbatches].finished((seconds, plan))
+
+
+def _simplest(chosen: Scored, scored: Sequence[Scored], uncertainty: float) -> Scored:
+    """The chosen plan, unless a simpler one is slower by less than predictions are uncertain."""
+    near = [item for item in scored if item[0] <= chosen[0] * (1 + uncertainty)]
+    seconds, plan = min(near, key=lambda item: (_complexity(item[1]), item[0]), default=chosen)
+    if _complexity(plan) == _complexity(chosen[1]):
+        return chosen
+    if seconds <= chosen[0]:
+        return seconds, plan
+    gain, stages = seconds / chosen[0] - 1, len(chosen[1].stages)
+    words = (
+        f"{'data parallelism' if stages == 1 else f'{stages} stages'} on {len(chosen[1].devices)} devices "
+        f"promised {gain:.1%} more, less than the {uncertainty:.0%} that predictions are off by"
+    )
+    return seconds, replace(plan, prediction=replace(plan.prediction, passed_over=words))
+
+
+def _complexity(plan: Plan) -> int:
+    """One device is simpler than several, and one stage than several."""
+    return 0 if len(plan.devices) == 1 else min(len(plan.stages), 2)
 
 
 def _microbatch_counts(profile: Profile, cluster: Cluster, schedule: str, asked: int | None) -> list[int]:

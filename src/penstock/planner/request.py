@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -59,35 +59,30 @@ class Request:
     compress: str = "exact"
     """the coarsest way in which values may travel between workers"""
 
-    def best(self) -> Scored | None:
-        """None where nothing fits."""
-        plain = {name: self._simulated(plan) for name, plan in self._baselines.items() if plan}
-        scored = [item for item in plain.values() if self.allowed(item[1])]
-        scored += [self._deepened(plan) for plan in self.cuts[:SIMULATED]]
+    def scored(self) -> list[Scored]:
+        """The baselines and the best cuts, as far as they fit and are allowed; empty where nothing is."""
+        scored = [*self.baselines, *(self._deepened(plan) for plan in self.cuts[:SIMULATED])]
         if not scored and self.family.asynchronous:
             scored = [self._simulated(plan) for plan in self._shallow()]
-        if not scored:
-            return None
-        seconds, plan = self._mildest(self._simplest(scored))
-        return seconds, replace(plan, prediction=self._prediction(seconds, plan, plain))
+        return scored
 
-    def _simplest(self, scored: Sequence[Scored]) -> Scored:
-        """The fastest, unless a simpler plan is slower by less than predictions are uncertain: one device is simpler
-        than several, and one stage than several."""
-        fastest = min(scored, key=_fastest)
-        near = [item for item in scored if item[0] <= fastest[0] * (1 + self.profile.uncertainty)]
-        seconds, plan = min(near, key=lambda item: (_complexity(item[1]), _fastest(item)))
-        if seconds <= fastest[0]:
-            return seconds, plan
-        gain, stages = seconds / fastest[0] - 1, len(fastest[1].stages)
-        words = (
-            f"{'data parallelism' if stages == 1 else f'{stages} stages'} on {len(fastest[1].devices)} devices "
-            f"promised {gain:.1%} more, less than the {self.profile.uncertainty:.0%} that predictions are off by"
-        )
-        return seconds, replace(plan, prediction=replace(plan.prediction, passed_over=words))
+    @property
+    def baselines(self) -> list[Scored]:
+        """Those that are allowed."""
+        return [item for item in self._plain.values() if self.allowed(item[1])]
 
-    def _prediction(self, seconds: float, plan: Plan, plain: dict[str, Scored]) -> Prediction:
-        beside = {name: plain[name][0] if name in plain else None for name in self._baselines}
+    @cached_property
+    def _plain(self) -> dict[str, Scored]:
+        """The baselines that fit, allowed or not."""
+        return {name: self._simulated(plan) for name, plan in self._baselines.items() if plan}
+
+    def finished(self, scored: Scored) -> Scored:
+        """One of its plans, with its prediction."""
+        seconds, plan = self._mildest(scored)
+        return seconds, replace(plan, prediction=self._prediction(seconds, plan))
+
+    def _prediction(self, seconds: float, plan: Plan) -> Prediction:
+        beside = {name: self._plain[name][0] if name in self._plain else None for name in self._baselines}
         if self.family.trains:
             bound_s = min(self._explorer.lower_bound_s * self.microbatches, seconds)  # above it by rounding at most
             return replace(
@@ -380,13 +375,9 @@ class Request:
         return seconds, plan
 
 
-def _fastest(item: Scored) -> tuple[float, int]:
-    return item[0], len(item[1].devices)
-
-
-def _complexity(plan: Plan) -> int:
-    """Of one device, of one stage on several, of several stages."""
-    return 0 if len(plan.devices) == 1 else min(len(plan.stages), 2)
+def fastest(scored: Iterable[Scored]) -> Scored | None:
+    """Of equals, one on few devices."""
+    return min(scored, key=lambda item: (item[0], len(item[1].devices)), default=None)
 
 
 def _whole_turns(plan: Plan, *, at_least: int) -> int:

@@ -19,6 +19,7 @@ from penstock.run import Result
 from penstock.runtime.emulated import (
     DilatedClock,
     EmulatedStage,
+    EmulatedSync,
     EmulatedTransport,
     EmulatedWeights,
     shrunk,
@@ -27,7 +28,7 @@ from penstock.runtime.emulated import (
 from penstock.runtime.emulated_network import EmulatedNetwork
 from penstock.runtime.links import talking_pairs
 from penstock.runtime.mailbox import Edge, Mailbox
-from penstock.runtime.sync import GradientSync, owners_of_parameters
+from penstock.runtime.sync import owners_of_parameters
 from penstock.runtime.transport import LocalExchange, LocalTransport
 from penstock.runtime.worker import OwnStage, Segment, Worker, received_by, sent_by
 from penstock.sampling import Epoch
@@ -162,12 +163,13 @@ class _Emulation:
                 timeout_s=self.timeout_s,
                 sends={index: stage.sends for index, stage in enumerate(self.plan.stages)},
             ),
-            sync=GradientSync(
+            sync=EmulatedSync(
                 owners_of_parameters(self.plan),
                 sync_policy(self.plan.sync),
                 transport=transport,
                 timeout_s=self.timeout_s,
                 bucket_bytes=BUCKET_BYTES / self.shrink,
+                clock=self.clock,
             ),
             clock=self.clock,
             device=CPU,
@@ -176,8 +178,10 @@ class _Emulation:
     def _stage(self, index: int, rank: int) -> OwnStage:
         layers, graph = self.plan.stages[index].layers, self.plan.profile.graph
         kinds: list[Kind] = [kind for kind in Kind if kind is not Kind.SYNC]
-        seconds = {kind: self.costs.compute_s(Action(index, kind, 0), rank) for kind in kinds}
-        seconds[Kind.FORWARD] += self.costs.before_s(index, rank, Kind.FORWARD)  # there is no data to load
+        seconds = {  # an emulated worker has no data to load, and takes no emulated time between actions
+            kind: self.costs.before_s(index, rank, kind) + self.costs.compute_s(Action(index, kind, 0), rank)
+            for kind in kinds
+        }
         parameters = {
             parameter.name: nn.Parameter(shrunk(parameter.num_bytes, self.shrink))
             for parameter in graph.parameters_of(layers)
@@ -189,7 +193,7 @@ class _Emulation:
             for name in names
         }
         module = EmulatedStage(
-            EmulatedWeights(parameters, seconds[Kind.STEP], self.clock),
+            EmulatedWeights(parameters, seconds[Kind.STEP], self.clock, self.costs.own_average_s(index)),
             seconds,
             makes=makes,
             finals=self.costs.finals(index),

@@ -22,6 +22,7 @@ from penstock.graph import Value
 from penstock.runtime.emulated_network import EmulatedNetwork, Transfer, Way
 from penstock.runtime.split import Section
 from penstock.runtime.stage import StageModule
+from penstock.runtime.sync import GradientSync
 from penstock.runtime.transport import Channel, Pending, Transport
 from penstock.runtime.weights import Version, Weights
 from penstock.schedule import Kind
@@ -63,13 +64,28 @@ def value_tensor(value: Value, num_bytes: float, shrink: float) -> Tensor:
 class EmulatedWeights(Weights):
     """Real ones, of which an update takes the profile's seconds."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], update_s: float, clock: DilatedClock) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], update_s: float, clock: DilatedClock, average_s: float = 0.0
+    ) -> None:
         super().__init__(parameters, lambda named: torch.optim.SGD(named, lr=0.0))
-        self._update_s, self._clock = update_s, clock
+        self.average_s, self._update_s, self._clock = average_s, update_s, clock
 
     def step(self, count: int = 0, *, keep: bool = False, rate: float = 1.0) -> None:
         with self._clock.lasting(self._update_s):
             super().step(count, keep=keep, rate=rate)
+
+
+class EmulatedSync(GradientSync):
+    """Averages for real, and takes the profile's seconds of a worker's own time beside the all-reduce."""
+
+    def __init__(self, *args: Any, clock: DilatedClock, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._clock = clock
+
+    def run(self, stages: Sequence[Weights], round_index: int) -> None:
+        super().run(stages, round_index)
+        own_s = max((weights.average_s for weights in stages if isinstance(weights, EmulatedWeights)), default=0.0)
+        self._clock.sleep_until(self._clock() + own_s)
 
 
 @dataclass(frozen=True)
@@ -125,6 +141,19 @@ class EmulatedStage(StageModule):
             self._kept[microbatch] = _Kept(self.weights.acquire(version_number, staleness), received)
             return dict(self._makes)
 
+    def backward(
+        self,
+        microbatch: int,
+        gradients: Mapping[str, list[Tensor | None]],
+        *,
+        loss_weight: float,
+        scale: float,
+        round_number: int | None = None,
+    ) -> dict[str, Tensor | None]:
+        found = self._gradients_of_inputs(microbatch, round_number)
+        self._find_gradients(microbatch, self._seconds[Kind.BACKWARD])
+        return found
+
     def backward_input(
         self,
         microbatch: int,
@@ -134,17 +163,20 @@ class EmulatedStage(StageModule):
         scale: float,
         round_number: int | None = None,
     ) -> dict[str, Tensor | None]:
-        # where somebody waits for gradients that are final, a backward is one wait, in which they are found
-        with self._clock.lasting(self._seconds[Kind.INPUT] if self.weights.on_final is None else 0.0):
-            kept = self._kept[microbatch]
-            self._kept[microbatch] = _Kept(kept.version, {}, round_number)
-            return {
-                name: torch.zeros_like(value) if value.requires_grad else None for name, value in kept.received.items()
-            }
+        with self._clock.lasting(self._seconds[Kind.INPUT]):
+            return self._gradients_of_inputs(microbatch, round_number)
 
     def backward_weight(self, microbatch: int) -> None:
-        kept, early = self._kept.pop(microbatch), self.weights.on_final is not None
-        seconds, start_s = self._seconds[Kind.BACKWARD if early else Kind.WEIGHT], self._clock()
+        self._find_gradients(microbatch, self._seconds[Kind.WEIGHT])
+
+    def _gradients_of_inputs(self, microbatch: int, round_number: int | None) -> dict[str, Tensor | None]:
+        kept = self._kept[microbatch]
+        self._kept[microbatch] = _Kept(kept.version, {}, round_number)
+        return {name: torch.zeros_like(value) if value.requires_grad else None for name, value in kept.received.items()}
+
+    def _find_gradients(self, microbatch: int, seconds: float) -> None:
+        """In one wait; one by one where averaging overlaps with it."""
+        kept, start_s = self._kept.pop(microbatch), self._clock()
 
         def find_one_by_one() -> None:
             for name, share in self._finals:
@@ -152,7 +184,8 @@ class EmulatedStage(StageModule):
                 torch.autograd.backward(kept.version.leaves[name].sum())
 
         with self._clock.lasting(seconds):
-            find = find_one_by_one if early else lambda: _make_gradients(kept.version)
+            overlaps = self.weights.on_final is not None
+            find = find_one_by_one if overlaps else lambda: _make_gradients(kept.version)
             self.weights.backward(kept.version, find, 1.0, kept.round_number)
             self.weights.finish(kept.version, kept.round_number)
 

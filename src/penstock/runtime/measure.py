@@ -20,7 +20,7 @@ from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.job import Job
 from penstock.profile import NO_TIME, LayerSeconds, Profile, SizeCosts, WorkerSeconds
 from penstock.runtime.blueprint import Blueprint, blueprint_of
-from penstock.runtime.capture import capture
+from penstock.runtime.capture import call_arguments, capture
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.fidelity import untouched
 from penstock.runtime.layer_times import LayerTimes, SizeTrial, Timer, as_leaf, tensors_in
@@ -28,6 +28,7 @@ from penstock.runtime.losses import WeightedLoss
 from penstock.runtime.optimizers import Optimizers
 from penstock.runtime.payload import obstacle
 from penstock.runtime.precision import autocast_for
+from penstock.runtime.randomness import drawing
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.worker import Clock
 from penstock.runtime.worker_times import (
@@ -202,8 +203,17 @@ class Measurement:
         return self.timer.blueprint
 
     def run(self, sizes: Sequence[int], progress: Progress) -> None:
-        """Measure at these sizes, largest first."""
-        self.sizes = [_Size(self._trial(samples)) for samples in sizes]
+        """Measure at these sizes, largest first.
+
+        A model may not take all of them: batch norm wants more than one sample, for instance.
+        """
+        for samples in sizes:
+            try:
+                self.sizes.append(_Size(self._trial(samples)))
+            except Exception as error:
+                if not self.sizes:
+                    raise
+                self._note_left_out(samples, error)
         count = len(self.timer.captured.layers)
         if self.blueprint.recording is not None:  # there may be no room for it whole
             self._one_by_one(timed=True, progress=progress)
@@ -239,18 +249,26 @@ class Measurement:
         job, device, bind = self.timer.job, self.timer.device, self.timer.captured.bind
         starts = itertools.cycle(range(0, max(1, len(job.data) - samples + 1), samples))
 
+        def load_from(start: int) -> tuple[Any, Any]:
+            loaded: tuple[Any, Any] = to_device(load_batch(job, range(start, start + samples), seed=start), device)
+            return loaded
+
         def load() -> tuple[list[Any], Any]:
-            start = next(starts)
-            inputs, target = to_device(load_batch(job, range(start, start + samples), seed=start), device)
+            inputs, target = load_from(next(starts))
             return bind(inputs), target
 
+        self._try(load_from(0)[0])
         return SizeTrial(samples, max(1, job.batch_size // samples), *load(), load)
 
-    def _one_by_one(self, *, timed: bool, progress: Progress) -> None:
-        """Every layer in turn, at every size, on the values that the layers before it made.
+    def _try(self, inputs: Any) -> None:
+        """Run the model itself, which may refuse inputs that its graph takes: torch checks some in Python."""
+        if self.blueprint.recording is None:
+            args, kwargs = call_arguments(inputs)
+            with torch.no_grad(), self.timer.autocast(), drawing(0):
+                self.blueprint.model(*args, **kwargs)
 
-        A model may not take all sizes: batch norm wants more than one sample, for instance.
-        """
+    def _one_by_one(self, *, timed: bool, progress: Progress) -> None:
+        """Every layer in turn, at every size, on the values that the layers before it made."""
         self._reads_data = []
         for size in self.sizes:
             size.times, size.saved, size.values, size.counted = [], [], {}, _memory_of(size.trial.given)
@@ -268,16 +286,16 @@ class Measurement:
                 except Exception as error:
                     if size is self.sizes[0]:
                         raise
-                    self._leave_out(size, error)
+                    self.sizes.remove(size)
+                    self._note_left_out(size.trial.samples, error)
                     continue
                 size.values = {name: value for name, value in size.values.items() if last_reader[name] > index}
                 size.counted &= _memory_of((size.trial.given, size.values))
             progress(index + 1, count)
 
-    def _leave_out(self, size: _Size, error: Exception) -> None:
-        log.info("microbatches of %d samples are left out: %s", size.trial.samples, error)
-        self.sizes.remove(size)
-        self.smallest_microbatch = max(self.smallest_microbatch, size.trial.samples + 1)
+    def _note_left_out(self, samples: int, error: Exception) -> None:
+        log.info("microbatches of %d samples are left out: %s", samples, error)
+        self.smallest_microbatch = max(self.smallest_microbatch, samples + 1)
 
     def graph(self, updates: Updates) -> LayerGraph:
         made = self.sizes[0]
@@ -352,6 +370,7 @@ class Measurement:
         copy_call_s = max(0.0, stashed.call_s - plain.call_s)
         if step is not None:
             update_s = _adding_up_to(step.update_s - plain.call_s, update_s)
+        if step is not None and step.copy_s is not None:
             copy_s = _adding_up_to(step.copy_s - copy_call_s, copy_s)
         averaging = fit_updates(averages)  # of which the bytes are the all-reduce's own
         return Updates(
