@@ -335,6 +335,19 @@ def test_dropout_that_is_off_draws_nothing(front_end: str) -> None:
     assert module_may_draw(ByNumpy())
 
 
+def test_what_capture_adds_for_writes_in_place_draws_nothing() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.t().contiguous()
+            y[:, 0] += 1.0
+            return y.t()
+
+    model = nn.Sequential(nn.Linear(4, 4), Writes(), nn.Linear(4, 4))
+    captured = capture(model, torch.ones(2, 4), only="export")
+    assert any(getattr(node.target, "__module__", "") == "penstock.runtime.inplace" for node in captured.graph.nodes)
+    assert drawing_nodes(model, torch.ones(2, 4), "export") == []
+
+
 def test_an_operation_inside_a_region_without_gradients_draws() -> None:
     class Region(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
