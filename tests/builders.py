@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.cluster import Cluster, Device, Level
 from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.plan import Plan, Prediction, Stage
-from penstock.profile import LayerSeconds, Profile
+from penstock.profile import LayerSeconds, Profile, SizeCosts, WorkerSeconds
 from penstock.schedule import FAMILIES, Pipeline, default_depth, family
 
 SCHEDULES = tuple(name for name in FAMILIES if family(name).layout == "once")
@@ -220,6 +221,7 @@ def graphs(draw: st.DrawFn, *, max_layers: int = 6, ties: bool = True) -> LayerG
                 kind="Any",
                 parameters=tuple(sorted(draw(names_of(i)))),
                 saved_bytes=draw(sizes),
+                reads_data=draw(st.booleans()),
             )
             for i in range(n)
         ),
@@ -258,19 +260,74 @@ _seconds = st.floats(1e-6, 0.1, allow_nan=False)
 _costs = st.builds(
     LayerSeconds, forward_s=_seconds, backward_input_s=_seconds, backward_weight_s=_seconds, update_s=_seconds
 )
+_own_costs = st.builds(
+    LayerSeconds,
+    forward_s=_seconds,
+    backward_input_s=_seconds,
+    backward_weight_s=_seconds,
+    halving_s=_seconds,
+    update_s=_seconds,
+    copy_s=_seconds,
+    average_s=_seconds,
+)
+_own = st.floats(0, 0.02, allow_nan=False)
+_workers = st.builds(
+    WorkerSeconds,
+    forward_s=_own,
+    backward_s=_own,
+    backward_input_s=_own,
+    backward_weight_s=_own,
+    update_s=_own,
+    copy_s=_own,
+    average_s=_own,
+    between_s=_own,
+)
 
 
 @st.composite
-def profiles(draw: st.DrawFn, *, max_layers: int = 6, kinds: Sequence[str] = ("cpu",), ties: bool = True) -> Profile:
+def profiles(
+    draw: st.DrawFn,
+    *,
+    max_layers: int = 6,
+    kinds: Sequence[str] = ("cpu",),
+    ties: bool = True,
+    one_size: bool = False,
+) -> Profile:
+    """Of layers alone, or also with workers' own time and loading; measured at up to three microbatch sizes."""
     graph = draw(graphs(max_layers=max_layers, ties=ties))
-    rows = st.lists(_costs, min_size=len(graph.layers), max_size=len(graph.layers)).map(tuple)
-    return Profile(
+    own = draw(st.booleans())
+    rows = st.lists(_own_costs if own else _costs, min_size=len(graph.layers), max_size=len(graph.layers)).map(tuple)
+    profile = Profile(
         model="random",
         front_end="module",
         batch_size=draw(st.integers(1, 32)),
         microbatch_size=draw(st.integers(1, 8)),
         graph=graph,
         seconds={kind: draw(rows) for kind in kinds},
+        load_s=draw(_own) if own else 0.0,
+        worker={kind: draw(_workers) for kind in kinds[: draw(st.integers(0, len(kinds)))]} if own else {},
+    )
+    sizes = st.sets(
+        st.integers(1, 8).filter(lambda size: size != profile.microbatch_size), max_size=0 if one_size else 2
+    )
+    return replace(profile, other_sizes=tuple(draw(_at_size(profile, size)) for size in sorted(draw(sizes))))
+
+
+@st.composite
+def _at_size(draw: st.DrawFn, profile: Profile, microbatch_size: int) -> SizeCosts:
+    """Costs of another size: of any shape, but an update takes as long as at any other size."""
+
+    def row(known: LayerSeconds) -> LayerSeconds:
+        forward_s, input_s, weight_s = (draw(_seconds) for _ in range(3))
+        return replace(known, forward_s=forward_s, backward_input_s=input_s, backward_weight_s=weight_s)
+
+    sizes = st.integers(0, 10**6)
+    return SizeCosts(
+        microbatch_size=microbatch_size,
+        seconds={kind: tuple(map(row, rows)) for kind, rows in profile.seconds.items()},
+        saved_bytes=tuple(draw(sizes) for _ in profile.graph.layers),
+        value_bytes=tuple(draw(sizes) for _ in profile.graph.values),
+        load_s=draw(_own),
     )
 
 

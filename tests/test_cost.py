@@ -53,8 +53,8 @@ def test_a_message_costs_latency_and_bytes_over_bandwidth_and_nothing_for_nothin
 
 
 @law
-@given(profiles(), st.floats(0.25, 16.0), st.floats(0.25, 4.0))
-def test_seconds_and_bytes_of_a_microbatch_scale_with_its_samples_but_updates_do_not(
+@given(profiles(one_size=True), st.floats(0.25, 16.0), st.floats(0.25, 4.0))
+def test_seconds_and_bytes_of_one_measured_size_scale_with_the_samples_but_updates_do_not(
     profile: Profile, times: float, speed: float
 ) -> None:
     cluster = Cluster(name="c", devices=(Device(speed=speed),), levels=(Level(size=1, bytes_per_s=1.0),))

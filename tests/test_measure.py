@@ -75,9 +75,9 @@ def test_backward_for_input_and_for_weight_are_told_apart() -> None:
     assert all(row.forward_s > 0 for row in made.seconds["cpu"])
 
 
-def test_layers_add_up_to_a_whole_step() -> None:
-    """By a clock on which everything takes a second: so does the step's forward, backward and update, and what goes
-    layer by layer is stretched to that. Halves of a backward taken apart are two things, and each layer's own."""
+def test_layers_and_the_workers_own_time_add_up_to_a_whole_step() -> None:
+    """By a clock on which everything takes a second: so does the step's forward, backward and update. Halves of a
+    backward taken apart are two things, and each layer's own."""
     ticks = itertools.count()
     made = profile_job(
         make_job("conv"),
@@ -88,10 +88,14 @@ def test_layers_add_up_to_a_whole_step() -> None:
         repeats=2,
         progress=lambda done, total: None,
     )
+    own = made.worker["cpu"]
+    assert own.between_s == own.backward_input_s == own.backward_weight_s == pytest.approx(1.0)
+    for rows in (made.seconds["cpu"], *(size.seconds["cpu"] for size in made.other_sizes)):
+        assert own.forward_s + sum(row.forward_s for row in rows) == pytest.approx(1.0)
+        backward_s = sum(row.backward_input_s + row.backward_weight_s for row in rows)
+        assert own.backward_s + backward_s == pytest.approx(1.0)
+        assert own.update_s + sum(row.update_s for row in rows) == pytest.approx(1.0)
     rows = made.seconds["cpu"]
-    assert sum(row.forward_s for row in rows) == pytest.approx(1.0)
-    assert sum(row.backward_input_s + row.backward_weight_s for row in rows) == pytest.approx(1.0)
-    assert sum(row.update_s for row in rows) == pytest.approx(1.0)
     products = ["conv" in layer.kind.lower() or "linear" in layer.kind.lower() for layer in made.graph.layers]
     assert any(products)
     assert [row.halving_s for row in rows] == [1.0 if product else 0.0 for product in products]

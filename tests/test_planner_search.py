@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from penstock.planner import Hints, make_plan
 from penstock.planner.explore import Explorer
 from penstock.planner.request import Request
 from penstock.planner.threshold import ThresholdSearch
-from penstock.profile import Profile
+from penstock.profile import LayerSeconds, Profile
 
 pytestmark = pytest.mark.timeout(600)  # hundreds of exhaustive searches each
 
@@ -151,8 +152,15 @@ def relabelled(profile: Profile, names: list[int]) -> Profile:
         ),
         parameters=graph.parameters,
     )
-    seconds_of = {kind: tuple(rows[i] for i in order) for kind, rows in profile.seconds.items()}
-    return replace(profile, graph=changed, seconds=seconds_of)
+
+    def reordered(seconds_of: Mapping[str, tuple[LayerSeconds, ...]]) -> dict[str, tuple[LayerSeconds, ...]]:
+        return {kind: tuple(rows[i] for i in order) for kind, rows in seconds_of.items()}
+
+    others = tuple(
+        replace(size, seconds=reordered(size.seconds), saved_bytes=tuple(size.saved_bytes[i] for i in order))
+        for size in profile.other_sizes
+    )
+    return replace(profile, graph=changed, seconds=reordered(profile.seconds), other_sizes=others)
 
 
 @slow_law

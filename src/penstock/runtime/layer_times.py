@@ -33,7 +33,7 @@ from penstock.runtime.split import Section, Splitter
 from penstock.runtime.stage import StageModule
 from penstock.runtime.weights import Weights
 from penstock.runtime.worker import Clock
-from penstock.runtime.worker_times import StepTimes, TrialWorker, typical
+from penstock.runtime.worker_times import FEWEST_RUNS, StepTimes, TrialWorker, typical
 
 MOST_ADDED = 4
 """Microbatches of a whole step: of more, nearly all add their gradients too."""
@@ -174,7 +174,7 @@ class Timer:
         found = [_Passes() for _ in sizes]
         for block, (_, (size, passes)) in enumerate(itertools.product(range(BLOCKS), zip(sizes, found, strict=True))):
             warm_up_s = self.seconds(partial(take_pass, size, _Passes()))  # memory of this size finds its place, too
-            for _ in range(-(-self.repeats_of(warm_up_s) // BLOCKS)):
+            for _ in range(-(-max(self.repeats_of(warm_up_s), FEWEST_RUNS) // BLOCKS)):
                 take_pass(size, passes)
             progress(block + 1, BLOCKS * len(sizes))
         own = found[-1].steps.own

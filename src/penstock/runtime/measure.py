@@ -352,6 +352,7 @@ class Measurement:
         copy_call_s = max(0.0, stashed.call_s - plain.call_s)
         if step is not None:
             update_s = _adding_up_to(step.update_s - plain.call_s, update_s)
+        if step is not None and step.copy_s is not None:
             copy_s = _adding_up_to(step.copy_s - copy_call_s, copy_s)
         averaging = fit_updates(averages)  # of which the bytes are the all-reduce's own
         return Updates(

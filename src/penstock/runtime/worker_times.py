@@ -33,6 +33,8 @@ from penstock.sync import sync_policy
 NO_DEADLINE_S = 60.0
 """nobody is waited for"""
 ALONE = Pipeline(workers=((0,),), reads=((),))
+FEWEST_RUNS = 3
+"""Of a ``TrialWorker``, after which all of ``StepTimes`` is known."""
 
 
 def typical(seconds: Iterable[float]) -> float:
@@ -57,6 +59,11 @@ class StepTimes:
     """from one action to the next, where a microbatch is loaded"""
 
     @property
+    def runs(self) -> int:
+        """How many have been timed: each has one update that is not stashed."""
+        return len(self.actions_s[Kind.STEP])
+
+    @property
     def forward_s(self) -> float:
         return typical(self.actions_s[Kind.FORWARD])
 
@@ -69,8 +76,9 @@ class StepTimes:
         return typical(self.actions_s[Kind.STEP])
 
     @property
-    def copy_s(self) -> float:
-        return max(0.0, typical(self.stashed_s) - self.update_s)
+    def copy_s(self) -> float | None:
+        """None where no update was beside a microbatch in flight, since minibatches had several microbatches."""
+        return None if not self.stashed_s else max(0.0, typical(self.stashed_s) - self.update_s)
 
     @property
     def load_s(self) -> float:
@@ -137,7 +145,6 @@ class TrialWorker:
     def __init__(self, stage: StageModule, clock: Clock, device: torch.device, *, weighted: bool = False) -> None:
         self.stage, self.clock, self.device = stage, clock, device
         self._turns = (*(_EmptyStage(device, in_halves=halves) for halves in (False, True)), None)
-        self._runs = 0
         transport = LocalTransport(0, LocalExchange())
         self._worker = Worker(
             rank=0,
@@ -157,8 +164,7 @@ class TrialWorker:
         or nobody has, and what is between actions counts.
         """
         held: list[Version] = []
-        empty = self._turns[self._runs % len(self._turns)]
-        self._runs += 1
+        empty = self._turns[times.runs % FEWEST_RUNS]
 
         def after(action: Action) -> None:
             if empty is not None:
