@@ -57,8 +57,8 @@ def reference_of(job: Job, plan: Plan) -> Reference:
 
 
 def _copy_buffers(model: nn.Module) -> None:
-    """Replace buffers by copies. The next forward may write to them, and the backward of an earlier one, yet to come, may
-    need them as they were."""
+    """Replace buffers by copies: the next forward may write to them, and the backward of earlier microbatches may need
+    them as they were."""
     copies: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
