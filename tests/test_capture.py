@@ -132,6 +132,37 @@ def test_layer_drop_at_rate_zero_is_captured_as_if_it_were_not_there() -> None:
                      "1.dropout~4", "loss"]  # fmt: skip
 
 
+class SkippingAllButTheFirst(Skipping):
+    """As WavLM does: a number is drawn for the first layer too, and compared with nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            drawn = torch.rand([])
+            if self.training and index > 0 and drawn < self.layerdrop:
+                continue
+            x = nn.functional.dropout(layer(x), 0.5, training=self.training)
+        return x
+
+
+def test_a_number_that_layer_drop_draws_and_does_not_use_is_left_out() -> None:
+    captured = capture(nn.Sequential(nn.Linear(4, 4), SkippingAllButTheFirst(0.0)), torch.randn(3, 4))
+    assert captured.front_end == "export"
+    assert not any("rand" in str(node.target) for node in captured.graph.nodes)
+
+
+class ScaledAtRandom(nn.Module):
+    """Uses a single random number beside others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, training=self.training) * torch.rand([]) + torch.rand_like(x)
+
+
+def test_a_single_random_number_that_is_used_stays_in_the_graph() -> None:
+    captured = capture(nn.Sequential(nn.Linear(4, 4), ScaledAtRandom()), torch.randn(3, 4))
+    assert captured.front_end == "export"
+    assert sum("aten.rand.default" in str(node.target) for node in captured.graph.nodes) == 1
+
+
 def test_layer_drop_at_another_rate_is_refused_by_name() -> None:
     with pytest.raises(CaptureError, match=r"1 \(Skipping\) skips layers at random.*0\.25.*layerdrop=0"):
         capture(nn.Sequential(nn.Linear(4, 4), Skipping(0.25)), torch.randn(3, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,13 +19,13 @@ from penstock import Job
 from penstock.errors import CaptureError
 from penstock.profile import Profile
 from penstock.runtime.capture import capture
-from penstock.workloads.torchvision import has_torchvision, import_torchvision
+from penstock.workloads.transformers import import_transformers
 from test_shapes import padded
 from test_worker import check_same_weights, single_process
 
-if has_torchvision():
-    import_torchvision()  # transformers imports it too
-transformers = pytest.importorskip("transformers", reason="transformers is not installed; pip install '.[dev]'")
+if find_spec("transformers") is None:
+    pytest.skip("transformers is not installed; pip install '.[dev]'", allow_module_level=True)
+transformers = import_transformers()
 
 VOCABULARY, LENGTH = 50, 8
 

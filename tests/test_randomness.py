@@ -88,6 +88,18 @@ class Attentive(nn.Module):
         return self.head(F.scaled_dot_product_attention(h, h, h, dropout_p=p)[:, -1])  # type: ignore[no-any-return]
 
 
+class Transposed(nn.Module):
+    """Drops elements of a transposed tensor, as WavLM does. Mask and view go by the order in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).view(-1, 2, 4).transpose(1, 2)
+        return self.last(self.middle(h).transpose(1, 2).view(-1, 8))  # type: ignore[no-any-return]
+
+
 class ByNumpy(nn.Module):
     """Masks by numpy and Python, as Wav2Vec2 does; no front end but the module's own takes that."""
 
@@ -107,6 +119,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "stochastic-depth": StochasticDepth,
     "attentive": Attentive,
     "by-numpy": by_numpy,
+    "transposed": Transposed,
 }
 
 
@@ -127,6 +140,12 @@ def _profile(name: str) -> Any:
 
 
 # --- every plan draws the same
+
+
+def test_dropout_of_a_transposed_tensor_is_the_same_wherever_the_cut_is() -> None:
+    made = profile(job_of("transposed"))
+    stages = len(made.graph.layers)
+    check_same_gradients(even_plan(made, (1,) * stages, "1f1b", microbatches=2), lambda: job_of("transposed"))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -333,6 +352,19 @@ def test_dropout_that_is_off_draws_nothing(front_end: str) -> None:
     assert not module_may_draw(nn.TransformerEncoderLayer(8, 2, dropout=0.0))
     assert module_may_draw(nn.TransformerEncoderLayer(8, 2, dropout=0.1))
     assert module_may_draw(ByNumpy())
+
+
+def test_what_capture_adds_for_writes_in_place_draws_nothing() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.t().contiguous()
+            y[:, 0] += 1.0
+            return y.t()
+
+    model = nn.Sequential(nn.Linear(4, 4), Writes(), nn.Linear(4, 4))
+    captured = capture(model, torch.ones(2, 4), only="export")
+    assert any(getattr(node.target, "__module__", "") == "penstock.runtime.inplace" for node in captured.graph.nodes)
+    assert drawing_nodes(model, torch.ones(2, 4), "export") == []
 
 
 def test_an_operation_inside_a_region_without_gradients_draws() -> None:

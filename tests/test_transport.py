@@ -277,5 +277,10 @@ def test_workers_of_a_host_share_memory_if_they_can(part: Part, name: str) -> No
 
 
 def test_a_header_says_what_is_coming() -> None:
-    layout = (TensorLayout(torch.bfloat16, (3, 0, 5), True), None, TensorLayout(torch.bool, ()))
+    layout = (
+        TensorLayout(torch.bfloat16, (3, 0, 5), True),
+        None,
+        TensorLayout(torch.bool, ()),
+        TensorLayout(torch.float32, (7, 2, 4), order=(2, 0, 1)),
+    )
     assert decode_header(encode_header(layout)) == layout

@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from penstock.bench import models
 from penstock.bench.models import ModelRow, row_of, row_within
 from penstock.errors import JobError
 from penstock.workloads import torchvision
-from penstock.workloads.zoo import ZOO, ZooModel
+from penstock.workloads.transformers import import_transformers
+from penstock.workloads.zoo import CLASSES, ZOO, ZooModel
 
 SAMPLE = (
     "transformers/DebertaV2ForMaskedLM",
@@ -34,11 +37,19 @@ SAMPLE = (
     "torchvision/mobilenet_v3_small",
     "torchvision/shufflenet_v2_x0_5",
 )
+WITHOUT_DROPOUT = (
+    "transformers/Qwen3ForCausalLM",
+    "transformers/WhisperForConditionalGeneration",
+    "torchvision/resnet50",
+    "torchvision/shufflenet_v2_x0_5",
+)
+"""Their libraries set every rate to 0. The others are compared with random numbers drawn."""
 BY_NAME = {model.name: model for model in ZOO}
 
 
 def needed(library: str) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed; pip install '.[dev]'")
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed; pip install '.[dev]'")
     if library == "torchvision" and not torchvision.has_torchvision():
         pytest.skip("torchvision is not installed; pip install '.[dev]'")
 
@@ -55,7 +66,35 @@ def test_it_is_captured_as_layers_cut_in_two_and_trained_with_the_gradients_of_o
     assert row.met, row
     assert row.front_end == "export"
     assert row.layers > 20
+    assert (row.random_operations > 0) == (name not in WITHOUT_DROPOUT)
     assert row.trained == 10
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_it_keeps_the_rates_of_dropout_that_its_library_sets(name: str) -> None:
+    """Rates are compared with those of a model that the library builds from the same arguments, without the zoo."""
+    library, _, builder = name.partition("/")
+    needed(library)
+    model = BY_NAME[name]
+    if library == "torchvision":
+        plain = getattr(torchvision.import_torchvision().models, builder)(num_classes=CLASSES, **model.config)
+    else:
+        made = getattr(import_transformers(), builder)
+        plain = made(made.config_class(**model.config))
+    assert rates(model.job().model) == rates(plain)
+
+
+def rates(model: nn.Module) -> dict[str, float]:
+    """Of each module that drops something."""
+    found = {name: getattr(module, "p", getattr(module, "drop_prob", None)) for name, module in model.named_modules()}
+    return {name: rate for name, rate in found.items() if isinstance(rate, float)}
+
+
+def test_layer_drop_is_off() -> None:
+    needed("transformers")
+    config = BY_NAME["transformers/Wav2Vec2ForSequenceClassification"].job().model.config
+    assert config.layerdrop == 0.0
+    assert config.hidden_dropout > 0
 
 
 def test_what_torch_cannot_trace_is_named_with_the_line() -> None:
@@ -85,11 +124,13 @@ def test_a_model_that_takes_too_long_or_ends_its_process_is_a_row_with_the_reaso
 
 def test_rows_show_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     row = ModelRow(
-        model="a/b", front_end="export", layers=7, cut="3 + 5", largest_difference=1e-7, trained=10, met=True
-    )
-    assert row.cells == ("a/b", "export", "7", "0.0", "3 + 5", "1e-07", "10", "yes")
+        model="a/b", front_end="export", layers=7, random_operations=2, cut="3 + 5", largest_difference=1e-7,
+        trained=10, met=True,
+    )  # fmt: skip
+    assert row.cells == ("a/b", "export", "7", "2", "0.0", "3 + 5", "1e-07", "10", "yes")
     assert ModelRow(model="a/b", reason="why").footnote == "a/b: why"
     monkeypatch.setattr(models, "import_torchvision", lambda: None)
+    monkeypatch.setattr(models, "import_transformers", lambda: None)
     monkeypatch.setattr(models, "ZOO", [BY_NAME[SAMPLE[0]]])
     monkeypatch.setattr(models, "row_within", lambda model, limit_s: row)
     assert models.run().rows == [row]
@@ -109,6 +150,18 @@ def test_torchvision_is_imported_beside_a_torch_without_its_operators() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(answer.stdout) == [True, True, True]
+
+
+def test_the_benchmark_job_of_gpt2_is_built_where_torchvision_is_installed() -> None:
+    """In a process of its own: transformers imports torchvision, which fails by itself beside a torch for CPUs."""
+    needed("torchvision")
+    subprocess.run([sys.executable, "-c", "from penstock.bench.jobs import gpt2_job; gpt2_job()"], check=True)
+
+
+def test_without_transformers_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(JobError, match="transformers is not installed; pip install"):
+        import_transformers()
 
 
 def test_without_torchvision_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

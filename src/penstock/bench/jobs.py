@@ -17,6 +17,7 @@ from penstock.runtime.jobs import build_job
 from penstock.runtime.measure import Progress, profile_job
 from penstock.workloads import demo
 from penstock.workloads.models import small_vgg, vgg11
+from penstock.workloads.transformers import import_transformers
 from penstock.workloads.varied import RecurrentLanguageModel, SmallResNet, SmallUNet, mixture_of_experts
 
 
@@ -93,13 +94,10 @@ def lstm_job() -> Job:
 
 def gpt2_job() -> Job:
     """Hugging Face's GPT-2, small, with its head tied to its embedding; dropout as it comes."""
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except ImportError as error:
-        raise JobError("benchmark job 'gpt2' needs the transformers package") from error
+    transformers = import_transformers()
     torch.manual_seed(0)
     words, length = 1000, 64
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         n_layer=6,
         n_embd=192,
         n_head=6,
@@ -111,7 +109,7 @@ def gpt2_job() -> Job:
     )
     tokens = torch.randint(0, words, (256, length))
     return Job(
-        model=GPT2LMHeadModel(config),  # type: ignore[no-untyped-call]
+        model=transformers.GPT2LMHeadModel(config),
         data=TensorDataset(tokens, tokens),
         loss=lambda output, target: F.cross_entropy(output.logits.flatten(0, 1), target.flatten()),
         optimizer=_adam,

@@ -29,9 +29,11 @@ from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.capture import capture
 from penstock.runtime.data import load_batch
 from penstock.runtime.measure import profile_job
+from penstock.runtime.split import Splitter
 from penstock.runtime.transport import LocalExchange, LocalTransport
 from penstock.runtime.verify import compare, save_gradients
 from penstock.workloads.torchvision import import_torchvision
+from penstock.workloads.transformers import import_transformers
 from penstock.workloads.zoo import ZOO, ZooModel
 
 CPU = torch.device("cpu")
@@ -48,6 +50,8 @@ class ModelRow:
     front_end: str = ""
     layers: int = 0
     """without the loss; 1 is a model captured whole"""
+    random_operations: int = 0
+    """Operations that may draw random numbers, such as dropout at a rate above 0."""
     capture_s: float = 0.0
     cut: str = ""
     """layers of each stage"""
@@ -63,19 +67,24 @@ class ModelRow:
     COLUMNS: ClassVar[tuple[Column, ...]] = (
         Column("model"),
         Column("captured by"),
-        *(Column(title, right=True) for title in ("layers", "capture s", "cut", "gradients", "trained")),
+        *(Column(title, right=True) for title in ("layers", "random", "capture s", "cut", "gradients", "trained")),
         Column("met"),
     )
     CAPTION: ClassVar[str] = (
-        "cut: layers of the two stages. gradients: largest difference from one process, beside the largest element. "
-        "trained: minibatches with a finite loss"
+        "random: operations that draw random numbers. cut: layers of the two stages. gradients: largest difference "
+        "from one process, beside the largest element. trained: minibatches with a finite loss"
     )
 
     @property
     def cells(self) -> tuple[str, ...]:
         difference = "-" if self.largest_difference is None else f"{self.largest_difference:.0e}"
-        counts = (str(self.layers or "-"), f"{self.capture_s:.1f}", self.cut or "-", difference, str(self.trained))
-        return self.model, self.front_end or "-", *counts, "yes" if self.met else "NO"
+        captured = (
+            self.front_end or "-",
+            str(self.layers or "-"),
+            str(self.random_operations),
+            f"{self.capture_s:.1f}",
+        )
+        return self.model, *captured, self.cut or "-", difference, str(self.trained), "yes" if self.met else "NO"
 
     @property
     def footnote(self) -> str:
@@ -85,6 +94,7 @@ class ModelRow:
 def run() -> Findings:
     rows = []
     import_torchvision()  # once, for all processes
+    import_transformers()
     for model in ZOO:
         rows.append(row_within(model, LIMIT_S))
         sys.stderr.write(f"{' '.join(rows[-1].cells)} {rows[-1].reason}\n")
@@ -134,7 +144,8 @@ def _steps(row: ModelRow, model: ZooModel) -> Iterator[ModelRow]:
     started_s = time.perf_counter()
     captured = capture(job.model, load_batch(job, range(job.batch_size), seed=0)[0])  # type: ignore[arg-type]
     seconds, layers = time.perf_counter() - started_s, len(captured.layers) - 1
-    yield (row := replace(row, front_end=captured.front_end, layers=layers, capture_s=seconds))
+    draws = len(Splitter(captured).draws)
+    yield (row := replace(row, front_end=captured.front_end, layers=layers, random_operations=draws, capture_s=seconds))
     if layers == 1:
         raise CaptureError(f"captured whole, as torch.export cannot: {captured.reason}")
     profile = profile_job(

@@ -31,7 +31,7 @@ from penstock.errors import CaptureError, JobError
 from penstock.runtime.aliases import mutated_arguments, observe, observe_without_values
 from penstock.runtime.fidelity import check_same, copied, have_values, tensors_in, untouched
 from penstock.runtime.grouping import CapturedLayer, group_into_layers
-from penstock.runtime.layer_drop import LayerDropError, WithoutLayerDrop
+from penstock.runtime.layer_drop import LayerDropError, WithoutLayerDrop, WithoutScalarDraws
 from penstock.runtime.reasons import why
 from penstock.runtime.recording import CPU, META, WithoutValues
 
@@ -341,11 +341,13 @@ def _captured(
 
 
 def _check(model: nn.Module, captured: Captured, inputs: Any, others: Sequence[Any]) -> None:
-    graph = fx.Interpreter(fx.GraphModule(captured.root, captured.graph), graph=captured.graph)
+    is_export = captured.front_end == "export"
+    interpreter = WithoutScalarDraws if is_export else fx.Interpreter
+    graph = interpreter(fx.GraphModule(captured.root, captured.graph), graph=captured.graph)
 
     def run_model(given: Any) -> Any:
         args, kwargs = call_arguments(given)
-        with WithoutLayerDrop(model) if captured.front_end == "export" else nullcontext():
+        with WithoutLayerDrop(model, draws=False) if is_export else nullcontext():
             return model(*args, **kwargs)
 
     def run_graph(given: Any) -> Any:

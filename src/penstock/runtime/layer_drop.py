@@ -1,7 +1,9 @@
 """LayerDrop: models that skip whole layers at random, by ``if torch.rand([]) < self.layerdrop``.
 
 No graph can hold such a choice. At rate 0, which is the usual one, there is nothing to choose: under
-``WithoutLayerDrop`` the model computes as if the line were not there, and draws no number for it.
+``WithoutLayerDrop`` the model computes as if the line were not there. The number is drawn all the same, sometimes
+without being compared with anything, and the graph leaves it out. So that both draw the same numbers elsewhere, when
+they are compared, a single random number is then ``SCALAR`` and takes nothing from the generator.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import CaptureError
 
+SCALAR = 0.4142
+"""Stands for every single random number while a graph is compared with its model."""
 _BELOW, _ABOVE = ("lt", "__lt__", "le", "__le__"), ("gt", "__gt__", "ge", "__ge__")
 
 
@@ -25,28 +29,22 @@ class LayerDropError(CaptureError):
 
 
 @dataclass(frozen=True)
-class _Draw:
-    number: Tensor
-    before: Tensor
-    """the generator's state"""
-    after: Tensor
-
-
-@dataclass(frozen=True)
 class _Choice:
     outcome: Tensor
-    draw: _Draw
     rate: float
     is_below: bool
 
 
 class WithoutLayerDrop(TorchFunctionMode):
-    """Answers ``if torch.rand([]) < 0`` without a draw, and refuses the same at a rate that leaves a choice."""
+    """Answers ``if torch.rand([]) < 0`` with no, and refuses the same at a rate that leaves a choice.
 
-    def __init__(self, model: nn.Module) -> None:
+    With ``draws`` off, a single random number is always ``SCALAR``.
+    """
+
+    def __init__(self, model: nn.Module, *, draws: bool = True) -> None:
         super().__init__()
-        self.model = model
-        self._draws: list[_Draw] = []
+        self.model, self.draws = model, draws
+        self._numbers: list[Tensor] = []
         self._choices: list[_Choice] = []
 
     def __torch_function__(
@@ -54,23 +52,19 @@ class WithoutLayerDrop(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func is torch.rand:
-            return self._drawn(lambda: func(*args, **kwargs))
+            number = func(*args, **kwargs) if self.draws else without_scalar(lambda: func(*args, **kwargs))
+            if isinstance(number, Tensor) and number.dim() == 0:
+                self._numbers.append(number)
+            return number
         if name == "__bool__":
             choice = next((each for each in self._choices if each.outcome is args[0]), None)
             return func(*args, **kwargs) if choice is None else self._decided(choice)
         result = func(*args, **kwargs)
         if name in _BELOW or name in _ABOVE:
-            draw = next((each for each in self._draws if each.number is args[0]), None)
-            if draw is not None and isinstance(args[1], (int, float)):
-                self._choices.append(_Choice(result, draw, float(args[1]), name in _BELOW))
+            compared = any(each is args[0] for each in self._numbers)
+            if compared and isinstance(args[1], (int, float)):
+                self._choices.append(_Choice(result, float(args[1]), name in _BELOW))
         return result
-
-    def _drawn(self, draw: Callable[[], Any]) -> Any:
-        before = torch.get_rng_state()
-        number = draw()
-        if isinstance(number, Tensor) and number.dim() == 0:
-            self._draws.append(_Draw(number, before, torch.get_rng_state()))
-        return number
 
     def _decided(self, choice: _Choice) -> bool:
         if 0 < choice.rate < 1:
@@ -79,8 +73,6 @@ class WithoutLayerDrop(TorchFunctionMode):
                 "layers can do; build the model with that rate at 0 (layerdrop=0, or encoder_layerdrop=0 and "
                 "decoder_layerdrop=0, in its configuration)"
             )
-        if torch.equal(torch.get_rng_state(), choice.draw.after):
-            torch.set_rng_state(choice.draw.before)
         return choice.is_below == (choice.rate >= 1)
 
     def _caller(self) -> str:
@@ -93,3 +85,22 @@ class WithoutLayerDrop(TorchFunctionMode):
             if id(module) in names:
                 return f"{names[id(module)] or 'the model'} ({type(module).__name__})"
         return type(self.model).__name__
+
+
+class WithoutScalarDraws(fx.Interpreter):
+    """Runs a captured graph in which a single random number is always ``SCALAR``."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is not torch.ops.aten.rand.default:
+            return super().call_function(target, args, kwargs)
+        return without_scalar(lambda: target(*args, **kwargs))
+
+
+def without_scalar(draw: Callable[[], Any]) -> Any:
+    """What ``draw`` makes, or if that is a single number, ``SCALAR`` and the generator as it was."""
+    before = torch.get_rng_state()
+    drawn = draw()
+    if not isinstance(drawn, Tensor) or drawn.dim() > 0:
+        return drawn
+    torch.set_rng_state(before)
+    return torch.full_like(drawn, SCALAR)

@@ -31,6 +31,8 @@ from penstock.errors import WorkerError
 from penstock.runtime.compress import ErrorMeter, decode, encode, layout_sent, relative_error
 from penstock.runtime.payload import (
     Layout,
+    as_in_memory,
+    as_it_was,
     can_be_marked,
     decode_header,
     empty_header,
@@ -67,7 +69,7 @@ class _Posted(NamedTuple):
         """Leaves of the receiver's graph, now that nothing writes into them any more."""
         pairs = zip(self.layout, decode(self.tensors, self.layout, self.sends), strict=True)
         return [
-            tensor.requires_grad_(entry.differentiable) if entry and tensor is not None else None
+            as_it_was(tensor, entry).requires_grad_(entry.differentiable) if entry and tensor is not None else None
             for entry, tensor in pairs
         ]
 
@@ -166,6 +168,7 @@ class Mailbox:
             return
         channel, message = (receiver, action.kind), (action, target_stage)
         key, layout, sends = self._key(channel, message), layout_of(tensors), self._sends(message)
+        tensors = as_in_memory(tensors, layout)
         values = encode(tensors, sends)
         if sends != "exact":
             direction = (*self._edge(message), "forward" if action.kind is Kind.FORWARD else "backward")

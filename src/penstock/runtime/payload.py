@@ -4,6 +4,9 @@ The first message of each size carries a small header with the layout; later one
 are bare tensors, received into memory that was ready before they left. A message that begins with ``_MARK`` holds
 nothing: its values did not fit that memory, and follow with a header of their own. Values that happen to begin like
 that are sent as if they did not fit, so the mark is never mistaken for them.
+
+A transposed tensor travels as it lies in memory and is transposed again on arrival. So a cut changes neither which
+random numbers its elements get, which goes by their order in memory, nor which views of it are possible.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ _DTYPES = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _MOST_DIMENSIONS = 8
-_ROW = 3 + _MOST_DIMENSIONS
+_ROW = 3 + 2 * _MOST_DIMENSIONS
 # No boolean begins like this, and little else; a tensor of fewer bytes is marked by the first of these.
 _MARK = bytes([183, 52, 9, 201, 77, 150, 33, 240, 18, 99, 171, 5, 222, 64, 140, 87])
 
@@ -32,8 +35,11 @@ _MARK = bytes([183, 52, 9, 201, 77, 150, 33, 240, 18, 99, 171, 5, 222, 64, 140, 
 class TensorLayout(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
+    """As it lies in memory."""
     differentiable: bool = False
     """whether the receiver owes a gradient for it"""
+    order: tuple[int, ...] = ()
+    """The tensor's dimensions in the order of memory. Empty if they are in that order."""
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -55,7 +61,35 @@ def obstacle(value: Any) -> str:
 
 
 def layout_of(tensors: Sequence[Tensor | None]) -> Layout:
-    return tuple(None if t is None else TensorLayout(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors)
+    return tuple(None if tensor is None else _layout(tensor) for tensor in tensors)
+
+
+def _layout(tensor: Tensor) -> TensorLayout:
+    order, shape = _memory_order(tensor), tuple(tensor.shape)
+    return TensorLayout(tensor.dtype, tuple(shape[d] for d in order) if order else shape, tensor.requires_grad, order)
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
+    return order if tensor.permute(order).is_contiguous() else ()  # one with gaps or repeats is sent as a copy
+
+
+def as_in_memory(tensors: Sequence[Tensor | None], layout: Layout) -> list[Tensor | None]:
+    """The tensors with their dimensions in the order of memory."""
+    return [
+        tensor.detach().permute(entry.order) if tensor is not None and entry and entry.order else tensor
+        for tensor, entry in zip(tensors, layout, strict=True)
+    ]
+
+
+def as_it_was(tensor: Tensor, entry: TensorLayout) -> Tensor:
+    """A tensor that travelled as it lies in memory, with its dimensions in their own order."""
+    if not entry.order:
+        return tensor
+    return tensor.permute([entry.order.index(dimension) for dimension in range(tensor.dim())])
 
 
 def empty_header(count: int) -> Tensor:
@@ -73,15 +107,21 @@ def encode_header(layout: Layout) -> Tensor:
                 f"a tensor of {len(entry.shape)} dimensions crosses a cut; at most {_MOST_DIMENSIONS} can"
             )
         row[0], row[1], row[2] = _DTYPES.index(entry.dtype), entry.differentiable, len(entry.shape)
+        order = entry.order or range(len(entry.shape))
         row[3 : 3 + len(entry.shape)] = torch.tensor(entry.shape, dtype=torch.int64)
+        row[-_MOST_DIMENSIONS:][: len(entry.shape)] = torch.tensor(order, dtype=torch.int64)
     return header
 
 
 def decode_header(header: Tensor) -> Layout:
-    rows = header.tolist()
-    return tuple(
-        None if row[0] < 0 else TensorLayout(_DTYPES[row[0]], tuple(row[3 : 3 + row[2]]), bool(row[1])) for row in rows
-    )
+    return tuple(None if row[0] < 0 else _decode_row(row) for row in header.tolist())
+
+
+def _decode_row(row: list[int]) -> TensorLayout:
+    count = row[2]
+    order = tuple(row[-_MOST_DIMENSIONS:][:count])
+    in_order = order == tuple(range(count))
+    return TensorLayout(_DTYPES[row[0]], tuple(row[3 : 3 + count]), bool(row[1]), () if in_order else order)
 
 
 def can_be_marked(layout: Layout) -> bool:

@@ -144,7 +144,8 @@ _DRAWING = frozenset({
 })
 """Functions and methods of torch that may draw, without the underscore of those in place."""
 # fmt: on
-_DETERMINISTIC_ORIGINS = ("torch", "_operator", "builtins", "math")
+_DETERMINISTIC_ORIGINS = ("torch", "_operator", "builtins", "math", "penstock.runtime")
+"""Packages whose functions draw nothing, but for those in ``_DRAWING``. Capture adds functions of its own to graphs."""
 
 
 def may_draw(node: fx.Node, root: nn.Module) -> bool:
@@ -187,7 +188,8 @@ def function_may_draw(function: Callable[..., Any]) -> bool:
         return module_may_draw(function)
     origin = getattr(function, "__module__", None) or "torch"  # torch's own in C++ have none
     name = getattr(function, "__name__", "")
-    if origin == "torch.nn.init" or origin.partition(".")[0] not in _DETERMINISTIC_ORIGINS:
+    known = any(f"{origin}.".startswith(f"{package}.") for package in _DETERMINISTIC_ORIGINS)
+    if origin == "torch.nn.init" or not known:
         return True
     return not name or name.rstrip("_") in _DRAWING
 

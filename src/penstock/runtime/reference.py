@@ -43,6 +43,7 @@ def reference_of(job: Job, plan: Plan) -> Reference:
 
         def plain(batches: Sequence[Any], keys: Sequence[int]) -> Any:
             args, kwargs = call_arguments(joined(batches))
+            _copy_buffers(model)
             return model(*args, **kwargs)
 
         return Reference(dict(model.named_parameters()), device, plain)
@@ -53,6 +54,16 @@ def reference_of(job: Job, plan: Plan) -> Reference:
         return joined([captured.rebuild_output(output) for output in outputs])
 
     return Reference(section.parameters, device, drawn)
+
+
+def _copy_buffers(model: nn.Module) -> None:
+    """Replace buffers by copies: the next forward may write to them, and the backward of earlier microbatches may need
+    them as they were."""
+    copies: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = copies.setdefault(buffer, buffer.clone())
 
 
 def joined(batches: Sequence[Any]) -> Any:

@@ -1,12 +1,12 @@
 """Models that people have, as their libraries build them, with small configurations: nothing is downloaded.
 
 Each is a job: a model of transformers or torchvision, random samples of its kind of input, and a loss of its logits.
-Rates of dropout, DropPath and LayerDrop are 0, so that gradients can be compared with those of a single process.
+Dropout, DropPath and stochastic depth keep the rates that the library sets. LayerDrop is 0, since no graph of layers
+can skip layers at random.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.job import Job
-from penstock.workloads.torchvision import has_torchvision, import_torchvision
+from penstock.workloads.torchvision import import_torchvision
+from penstock.workloads.transformers import import_transformers
 
 WORDS, LENGTH, CLASSES = 60, 12, 5
 BATCH_SIZE, SAMPLES = 4, 40
@@ -45,21 +46,16 @@ class ZooModel:
         return Job(model=model, data=samples, loss=_loss, optimizer=_sgd, batch_size=BATCH_SIZE)
 
     def _transformer(self) -> nn.Module:
-        if has_torchvision():
-            import_torchvision()  # transformers imports it too, and would fail where this mends it
-        made: Any = getattr(importlib.import_module("transformers"), self.builder)
+        made: Any = getattr(import_transformers(), self.builder)
         config = made.config_class(**self.config)
-        for key, value in vars(config).items():
-            if "drop" in key and isinstance(value, float):
+        for key in vars(config):
+            if key.endswith("layerdrop"):
                 setattr(config, key, 0.0)
         model: nn.Module = made(config)
         return model
 
     def _vision(self) -> nn.Module:
         model: nn.Module = getattr(import_torchvision().models, self.builder)(num_classes=CLASSES, **self.config)
-        for module in model.modules():
-            if type(module).__name__ in ("Dropout", "StochasticDepth"):
-                module.p = 0.0  # type: ignore[assignment]
         return model
 
 
