@@ -10,6 +10,8 @@ env: .venv/.ready
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer; call make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet --editable '.[dev]'
+	# Beside a torch for CPUs torchvision stops transformers from loading, so it lies apart (workloads/torchvision.py).
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet --no-deps --target .venv/apart torchvision
 	touch $@
 
 demo: env

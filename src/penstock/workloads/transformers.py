@@ -11,13 +11,13 @@ import importlib.util
 from types import ModuleType
 
 from penstock.errors import JobError
-from penstock.workloads.torchvision import has_torchvision, import_torchvision
+from penstock.workloads.torchvision import import_torchvision, is_installed
 
 
 def import_transformers() -> ModuleType:
     """The module ``transformers``. Each of its models is imported when it is first asked for."""
     if importlib.util.find_spec("transformers") is None:
         raise JobError("transformers is not installed; pip install transformers==5.22.2, or '.[dev]'")
-    if has_torchvision():
+    if is_installed():
         import_torchvision()
     return importlib.import_module("transformers")
