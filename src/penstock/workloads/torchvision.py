@@ -4,8 +4,8 @@ The wheel of torchvision on PyPI is built for CUDA. Beside a torch without CUDA 
 and the import ends with "operator torchvision::nms does not exist". It is enough to declare these operators: models,
 transforms and data sets do not use them.
 
-transformers imports torchvision where it is installed, and then none of its models loads. So the development environment
-has torchvision in a directory of its own, which Python does not search until it is asked for here.
+transformers imports torchvision where it is installed, and then none of its models loads. So the development
+environment has torchvision in a directory of its own, which Python does not search until it is asked for here.
 """
 
 from __future__ import annotations
