@@ -22,8 +22,8 @@ LOADS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 
 def test_no_module_unpickles_or_evaluates() -> None:
-    """A job file, which is the user's own Python, is run by importlib in runtime/jobs.py alone. Workloads ask it whether
-    a package is installed.
+    """A job file, which is the user's own Python, is run by importlib in runtime/jobs.py alone. Workloads ask it
+    whether a package is installed.
 
     torch.compile, in runtime/compiling.py alone, takes a function that is loaded already, and no text.
     """
