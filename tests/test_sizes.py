@@ -17,6 +17,7 @@ from builders import affine_profile, chain_profile, flat_cluster, law, layer_sec
 from penstock import codec
 from penstock.cli.app import app
 from penstock.cost import CostModel
+from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.planner import make_plan
@@ -158,6 +159,16 @@ def test_as_many_microbatches_are_taken_as_the_model_has_samples_for() -> None:
     for smallest, most in ((2, 8), (3, 5), (5, 3), (16, 1), (99, 1)):
         choosy = replace(profile, smallest_microbatch=smallest)
         assert make_plan(choosy, SLOW, schedule="1f1b").microbatches <= most
+
+
+def test_microbatches_that_are_smaller_than_the_model_takes_are_refused() -> None:
+    profile = affine_profile(0.0, 1e-3, layers=2, batch_size=16, measured=(4, 16), **HEAVY)
+    choosy = replace(profile, smallest_microbatch=3)
+    assert make_plan(choosy, SLOW, schedule="1f1b", microbatches=5).microbatches == 5
+    with pytest.raises(
+        PlanError, match=r"8 microbatches from a batch of 16 are of 2 samples, .* needs 3; choose 1 to 5"
+    ):
+        make_plan(choosy, SLOW, schedule="1f1b", microbatches=8)
 
 
 # A gain that predictions cannot be trusted with

@@ -48,6 +48,7 @@ def profile(case: str, directory: Path) -> None:
     with join_workers(1, TIMEOUT_S):
         whole = Whole(job, job.batch_size)
         dist.barrier()
+        steps_per_s(whole, BESIDE_S)  # memory finds its place
         before = steps_per_s(whole, BESIDE_S)
         made = bench_profile(job, repeats=REPEATS)
         dist.barrier()

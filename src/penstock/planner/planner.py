@@ -117,13 +117,19 @@ def _microbatch_counts(profile: Profile, cluster: Cluster, schedule: str, asked:
         if asked not in (None, 1):
             raise PlanError(f"schedule {schedule} has no minibatch beyond the microbatch; leave --microbatches out")
         return [1]
+    most = max(1, profile.batch_size // profile.smallest_microbatch)
     if asked is not None:
         if not 1 <= asked <= profile.batch_size:
             raise PlanError(
                 f"{asked} microbatches from a batch of {profile.batch_size}; choose 1 to {profile.batch_size}"
             )
+        if asked > most:
+            raise PlanError(
+                f"{asked} microbatches from a batch of {profile.batch_size} are of {profile.batch_size // asked} "
+                f"samples, and {profile.model} needs {profile.smallest_microbatch}; choose 1 to {most}"
+            )
         return [asked]
-    counts = [min(max(1, profile.batch_size // profile.smallest_microbatch), 4 * len(cluster.devices))]
+    counts = [min(most, 4 * len(cluster.devices))]
     while counts[-1] > 1 and len(cluster.devices) <= MOST_SIMULATED_WORKERS:
         counts.append(counts[-1] // 2)
     return counts
