@@ -254,13 +254,17 @@ def test_a_file_needs_no_css_variables_and_a_page_no_namespace() -> None:
     assert "prefers-color-scheme: dark" in svg
     assert not re.search(r"https?://", inline_svg(plan))
 
+
 # ---- equal blocks
 
 
 def transformer(blocks: int, *, wide_block: int | None = None) -> LayerGraph:
     """An embedding, blocks of five layers with a line around four of them, and a head; one block may be wider."""
     inside = (("norm", "LayerNorm"), ("attend", "Linear"), ("widen", "Linear"), ("gelu", "gelu"), ("add", "add"))
-    layers, values = [Layer(id=0, name="embed", kind="Embedding")], [Value(name="v0", producer=0, consumers=(1, 5), num_bytes=100)]
+    layers, values = (
+        [Layer(id=0, name="embed", kind="Embedding")],
+        [Value(name="v0", producer=0, consumers=(1, 5), num_bytes=100)],
+    )
     for block in range(blocks):
         first = 1 + 5 * block
         for place, (name, kind) in enumerate(inside):
@@ -268,7 +272,9 @@ def transformer(blocks: int, *, wide_block: int | None = None) -> LayerGraph:
             last = place == 4
             readers = (first + 5, first + 9) if last and block < blocks - 1 else (first + place + 1,)
             num_bytes = 999 if block == wide_block and place == 2 else 100
-            values.append(Value(name=f"v{first + place}", producer=first + place, consumers=readers, num_bytes=num_bytes))
+            values.append(
+                Value(name=f"v{first + place}", producer=first + place, consumers=readers, num_bytes=num_bytes)
+            )
     layers.append(Layer(id=1 + 5 * blocks, name="head", kind="Linear"))
     return LayerGraph(layers=tuple(layers), values=tuple(values))
 
@@ -276,7 +282,9 @@ def transformer(blocks: int, *, wide_block: int | None = None) -> LayerGraph:
 def folded_rows(plan: Plan) -> list[tuple[str, str, int]]:
     """What stands above each box of equal blocks, and how many rows it has."""
     boxes = [box for box in make_picture(plan).boxes if box.fold is not None and isinstance(box.label, tuple)]
-    return [(box.fold.text, box.fold.times, len(box.label)) for box in boxes if box.fold and isinstance(box.label, tuple)]
+    return [
+        (box.fold.text, box.fold.times, len(box.label)) for box in boxes if box.fold and isinstance(box.label, tuple)
+    ]
 
 
 def test_equal_blocks_that_follow_each_other_are_one_box_with_their_number() -> None:

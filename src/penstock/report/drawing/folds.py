@@ -1,4 +1,4 @@
-"""Equal blocks of a model that follow each other, such as the layers of a transformer: drawn once, with their number."""
+"""Equal blocks of a model that follow each other, such as those of a transformer: drawn once, with their number."""
 
 from __future__ import annotations
 
