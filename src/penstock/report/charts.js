@@ -121,9 +121,9 @@ function drawAxes(svg, chart, [first, last], levels, width, height) {
 }
 
 // Several lines over the same axes. `chart` has: lines (name, colour, xs, ys of each), xName, showX, atX, showY, and if wanted
-// fromZero. A line of many points is drawn as a moving average.
+// fromZero, and smoothed: a line of many points as a moving average.
 function drawLines(svg, chart, tip) {
-  const lines = chart.lines.filter(({ ys }) => numbersIn(ys).length).map((line) => ({ ...line, ys: line.ys.length > 50 ? smooth(line.ys) : line.ys }));
+  const lines = chart.lines.filter(({ ys }) => numbersIn(ys).length).map((line) => ({ ...line, ys: chart.smoothed && line.ys.length > 50 ? smooth(line.ys) : line.ys }));
   const height = lines.length ? 280 : 0, width = emptySvg(svg, height);
   if (!lines.length) return;
   const range = extremes(lines.flatMap(({ xs }) => [xs[0], xs[xs.length - 1]]));

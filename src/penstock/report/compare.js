@@ -38,15 +38,15 @@ const showLoss = (y) => significant(y, 4);
 const CHARTS = [
   {
     id: "loss", title: "Loss by samples", note: "Moving averages, of the same samples at the same place.",
-    xName: "samples", whole: true, showX: whole, atX: (x) => `after ${whole(x)} samples`, showY: showLoss,
+    smoothed: true, xName: "samples", whole: true, showX: whole, atX: (x) => `after ${whole(x)} samples`, showY: showLoss,
     lines: lines(
       ({ loss, batch_size }) => loss.points.map((_, i) => Math.min((i + 1) * loss.every, loss.minibatches) * batch_size),
       ({ loss }) => loss.points,
     ),
   },
-  { id: "loss-over-time", title: "Loss over time", ...overTime, showY: showLoss, lines: withCourse((course) => course.loss) },
+  { id: "loss-over-time", title: "Loss over time", smoothed: true, ...overTime, showY: showLoss, lines: withCourse((course) => course.loss) },
   {
-    id: "throughput", title: "Throughput", ...overTime, fromZero: true, showY: (y) => `${significant(y)} samples/s`,
+    id: "throughput", title: "Throughput", smoothed: true, ...overTime, fromZero: true, showY: (y) => `${significant(y)} samples/s`,
     note: "Samples per second as each run went on.", lines: withCourse((course) => course.samples_per_s),
   },
   {
@@ -68,7 +68,7 @@ function section(id, title, note) {
 }
 
 byId("runs").textContent = content.runs.map(({ name }) => name).join(" · ");
-byId("verdicts").append(...content.runs.map(({ verdict }, run) => element("li", "", element("strong", "", ...named(run)), ` ${verdict}`)));
+byId("verdicts").append(...content.runs.map(({ verdict }, run) => element("li", "", element("strong", "", ...named(run)), `: ${verdict}`)));
 section("figures", "Figures", "Memory is that of the worker with the most; the final loss is a mean over the last 20 minibatches.").append(runsTable("Figures", content.figures));
 const plans = section("differences", "What differs between the plans", content.differences.length ? "" : "Nothing: the plans are the same.");
 if (content.differences.length) plans.append(runsTable("Differences", content.differences));

@@ -43,7 +43,7 @@ function startTimeline() {
   const names = content.traces.map((trace) => trace.workers.map((worker) => worker.name));
   const marks = content.marks.map((mark) => ({ ...mark, at_s: mark.at_s - content.traces[0].origin_s }));
   const timeline = new Timeline(byId("timeline"), content.traces, marks, ({ from, to, total, crowded, traces }) => {
-    const moved = traces[1].shift, aligned = moved ? `; simulated ${showSeconds(Math.abs(moved))} ${moved > 0 ? "later" : "earlier"}, to align` : "";
+    const moved = traces[1].shift, aligned = moved ? `; simulated drawn ${showSeconds(Math.abs(moved))} ${moved > 0 ? "later" : "earlier"}, to align` : "";
     byId("timeline-view").textContent = `${showSeconds(from)} to ${showSeconds(to)} of ${showSeconds(total)}${aligned}`;
     byId("timeline-help").textContent = crowded
       ? "Colours fill each column by their share of its time; zoom in for single actions."

@@ -254,7 +254,7 @@ const SECTIONS = [
   { id: "plan", title: "Plan", note: planNote, fill: fillPlan },
   {
     id: "graph", title: "Layer graph", fill: fillGraph,
-    note: "The model, stage by stage. A box holds layers that only feed each other in turn; point at anything for its figures.",
+    note: "The model, stage by stage. A box holds layers that only feed each other in turn, or equal blocks that follow each other, with their number. Point at anything for its figures.",
   },
   {
     id: "staleness", title: "Staleness", has: () => content.staleness.length, fill: fillStaleness,
