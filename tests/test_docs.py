@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -36,8 +37,10 @@ def test_the_readmes_job_and_commands_and_those_of_reports_work(tmp_path: Path) 
         re.findall(r"^\$ (penstock .*?)(?:\s+#.*)?$", "\n".join(blocks(text, "console")), flags=re.MULTILINE)
         for text in (README, reports)
     )
-    assert (len(commands), len(others)) == (7, 4)
+    assert (len(commands), len(others)) == (7, 5)
     for command in [*commands, *others]:
+        if "other-run" in command:
+            shutil.copytree(tmp_path / "penstock-runs" / "latest", tmp_path / "other-run")
         arguments = command.split()[1:]
         result = subprocess.run(
             [sys.executable, "-m", "penstock", *arguments],
@@ -50,6 +53,7 @@ def test_the_readmes_job_and_commands_and_those_of_reports_work(tmp_path: Path) 
         assert result.returncode == 0, (command, result.stderr)
     assert (tmp_path / "penstock-runs" / "latest" / "report.html").exists()
     assert (tmp_path / "run.pftrace").exists()
+    assert (tmp_path / "comparison.html").exists()
     assert (tmp_path / "figures" / "timeline.png").exists()
 
 

@@ -148,12 +148,15 @@ def _memory(figure: Any, course: dict[str, Any], names: tuple[str, ...], colours
         held = [value / 1e6 for value in _numbers(course["memory_bytes"][worker])]
         axes.fill_between(course["at_s"], held, color=colours["--F"], alpha=0.4, linewidth=0)
         axes.plot(course["at_s"], held, color=colours["--F"], linewidth=1)
+        if course["simulated_bytes"]:
+            simulated = [value / 1e6 for value in course["simulated_bytes"][worker]]
+            axes.plot(course["at_s"], simulated, color=colours["--bad"], linewidth=1)
         axes.axhline(
             course["predicted"]["memory_bytes"][worker] / 1e6, color=colours["--ink"], linestyle="--", linewidth=1
         )
         axes.set_ylabel(name, rotation=0, ha="right", va="center")
     strips[0].set_ylim(bottom=0)
-    strips[0].set_title("MB; dashed: predicted peak", loc="left")
+    strips[0].set_title("MB; filled: measured, line: simulated, dashed: predicted peak", loc="left")
     strips[-1].set_xlabel("seconds")
 
 
