@@ -39,6 +39,29 @@ function fillFigures() {
 
 // ---- timeline
 
+// What copies or saves the view as a PNG. `legend` has names and colours.
+function imageOf(timeline, legend) {
+  const tell = (text) => { byId("timeline-told").textContent = text; };
+  const png = () => new Promise((done) => {
+    timeline.picture(content.model, `${byId("lead").textContent}. ${content.headline}`, legend).toBlob(done, "image/png");
+  });
+  const save = async () => {
+    const link = element("a"), url = URL.createObjectURL(await png());
+    Object.assign(link, { href: url, download: "penstock-timeline.png" }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+    tell("Image saved as penstock-timeline.png.");
+  };
+  const copy = async () => {
+    try {
+      await navigator.clipboard.write([new ClipboardItem({ "image/png": png() })]);
+      tell("Image copied.");
+    } catch {
+      await save(); // a browser that keeps its clipboard from pages on a disk
+    }
+  };
+  return { copy, save };
+}
+
 function startTimeline() {
   const names = content.traces.map((trace) => trace.workers.map((worker) => worker.name));
   const marks = content.marks.map((mark) => ({ ...mark, at_s: mark.at_s - content.traces[0].origin_s }));
@@ -59,27 +82,11 @@ function startTimeline() {
     byId("timeline-chosen").hidden = text === null;
     byId("timeline-chosen").textContent = text ?? "";
   });
-  const tell = (text) => { byId("timeline-told").textContent = text; };
-  const legend = [];
-  const png = () => new Promise((done) => timeline.picture(content.model, `${byId("lead").textContent}. ${content.headline}`, legend).toBlob(done, "image/png"));
-  const save = async () => {
-    const link = element("a"), url = URL.createObjectURL(await png());
-    Object.assign(link, { href: url, download: "penstock-timeline.png" }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10_000);
-    tell("Image saved as penstock-timeline.png.");
-  };
-  const copy = async () => {
-    try {
-      await navigator.clipboard.write([new ClipboardItem({ "image/png": png() })]);
-      tell("Image copied.");
-    } catch {
-      await save(); // a browser that keeps its clipboard from pages on a disk
-    }
-  };
+  const legend = [], image = imageOf(timeline, legend);
   const buttons = {
     "zoom-in": () => timeline.zoom(1.6), "zoom-out": () => timeline.zoom(1 / 1.6),
     reset: () => timeline.reset(), start: () => timeline.showStart(), "show-all": () => timeline.showAll(),
-    "copy-image": copy, "save-image": save,
+    "copy-image": image.copy, "save-image": image.save,
   };
   for (const [id, press] of Object.entries(buttons)) byId(id).addEventListener("click", press);
   const explain = (name, background, colour) => {
