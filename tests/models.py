@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Job
+from penstock.workloads.transformers import import_transformers
 
 
 class Scale(nn.Module):
@@ -237,3 +241,15 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Any, Any]]] = {
     "transformer": _transformer,
     "translator": _translator,
 }
+
+
+def save_tiny_gpt2(directory: Path) -> None:
+    """A checkpoint as Hugging Face's models save it. Skips the test where transformers is not installed."""
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed; pip install '.[dev]'")
+    transformers = import_transformers()
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=3, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(directory)

@@ -47,7 +47,7 @@ OPTIONS = {
         *("--checkpoint-every", "--keep-checkpoints", "--tensorboard", "--timeout", "--json"),
     ],
     "verify": ["JOB", "PLAN", "--timeout", "--json"],
-    "report": ["RUN", "--perfetto", "--png", "--json"],
+    "report": ["RUN...", "--output", "--perfetto", "--png", "--json"],
     "watch": ["RUN", "--json"],
     "bench": ["NAME", "--svg", "--emulate", "--json"],
     "demo": ["--run-dir"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from builders import chain_profile
+from models import save_tiny_gpt2
 from penstock import codec
 from penstock.cli.app import app
 from penstock.cluster import load_cluster, parse_cluster
@@ -35,8 +37,10 @@ def test_the_readmes_job_and_commands_and_those_of_reports_work(tmp_path: Path) 
         re.findall(r"^\$ (penstock .*?)(?:\s+#.*)?$", "\n".join(blocks(text, "console")), flags=re.MULTILINE)
         for text in (README, reports)
     )
-    assert (len(commands), len(others)) == (7, 4)
+    assert (len(commands), len(others)) == (7, 5)
     for command in [*commands, *others]:
+        if "other-run" in command:
+            shutil.copytree(tmp_path / "penstock-runs" / "latest", tmp_path / "other-run")
         arguments = command.split()[1:]
         result = subprocess.run(
             [sys.executable, "-m", "penstock", *arguments],
@@ -49,6 +53,7 @@ def test_the_readmes_job_and_commands_and_those_of_reports_work(tmp_path: Path) 
         assert result.returncode == 0, (command, result.stderr)
     assert (tmp_path / "penstock-runs" / "latest" / "report.html").exists()
     assert (tmp_path / "run.pftrace").exists()
+    assert (tmp_path / "comparison.html").exists()
     assert (tmp_path / "figures" / "timeline.png").exists()
 
 
@@ -93,6 +98,17 @@ def test_the_commands_and_the_conditions_of_the_simulators_page_work(
     parse_conditions(conditions, "slow.toml").check(parse_cluster("local:2"))
 
 
+def test_the_figures_of_the_schedules_page_are_those_measured_for_the_simulator() -> None:
+    measured = (ROOT / "docs" / "simulator.md").read_text()
+    places = [("vgg", "loopback"), ("transformer", "loopback"), ("vgg", "200 Mbit/s"), ("transformer", "200 Mbit/s")]
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \|((?: [\d.]+ \|){4})$", page, flags=re.MULTILINE)
+    assert [name for name, _ in rows] == ["pipedream", "1f1b", "gpipe", "zb-h1"]
+    for schedule, figures in rows:
+        for (model, network), figure in zip(places, figures.replace("|", "").split(), strict=True):
+            assert f"| {model} | {network} | 1-1 | {schedule} | {figure} |" in measured
+
+
 def test_every_schedule_is_in_the_docs() -> None:
     page = (ROOT / "docs" / "schedules.md").read_text()
     for name in FAMILIES:
@@ -107,7 +123,10 @@ def test_every_link_between_documents_leads_somewhere() -> None:
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_job_is_one(example: Path) -> None:
+def test_an_example_job_is_one(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if example.stem == "hugging_face":
+        save_tiny_gpt2(tmp_path / "checkpoint")
+        monkeypatch.chdir(tmp_path)
     from penstock.runtime.blueprint import blueprint_of
     from penstock.runtime.jobs import load_job
     from penstock.runtime.recording import CPU

@@ -18,7 +18,7 @@ from penstock.graph import Layer, LayerGraph, Value
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.report.drawing import inline_svg, layered, svg_file
-from penstock.report.drawing.blocks import Block, BlockGraph, readable_blocks
+from penstock.report.drawing.blocks import Block, BlockGraph, Delivery, readable_blocks
 from penstock.report.drawing.labels import DeliveryLabel
 from penstock.report.drawing.picture import GUTTER, MOST_HEIGHT, MOST_WIDTH, Picture, make_picture
 
@@ -115,6 +115,11 @@ def test_a_big_graph_gives_a_picture_of_sane_size_with_every_layer_in_it(name: s
     assert len(svg_file(plan)) < 500_000
 
 
+def is_folded(node: Block | Delivery) -> bool:
+    """Its rows lead from one of several equal blocks to the next, and so up too."""
+    return isinstance(node, Block) and node.fold is not None
+
+
 def every_detail(plan: Plan) -> list[BlockGraph]:
     seen: list[BlockGraph] = []
     readable_blocks(plan, lambda graph: seen.append(graph) is not None)
@@ -138,7 +143,9 @@ def test_at_every_detail_whatever_reads_a_value_is_joined_to_its_producer(plan: 
         for value in plan.profile.graph.values:
             for consumer in value.consumers:
                 (source, source_row), (target, target_row) = place[value.producer], place[consumer]
-                assert (source, target) in hops or (source == target and source_row <= target_row)
+                assert (source, target) in hops or (
+                    source == target and (source_row <= target_row or is_folded(graph.nodes[source]))
+                )
 
 
 def test_detail_ends_with_one_row_for_each_stage() -> None:
@@ -246,6 +253,79 @@ def test_a_file_needs_no_css_variables_and_a_page_no_namespace() -> None:
     assert "var(" not in svg
     assert "prefers-color-scheme: dark" in svg
     assert not re.search(r"https?://", inline_svg(plan))
+
+
+# ---- equal blocks
+
+
+def transformer(blocks: int, *, wide_block: int | None = None) -> LayerGraph:
+    """An embedding, blocks of five layers with a line around four of them, and a head; one block may be wider."""
+    inside = (("norm", "LayerNorm"), ("attend", "Linear"), ("widen", "Linear"), ("gelu", "gelu"), ("add", "add"))
+    layers, values = (
+        [Layer(id=0, name="embed", kind="Embedding")],
+        [Value(name="v0", producer=0, consumers=(1, 5), num_bytes=100)],
+    )
+    for block in range(blocks):
+        first = 1 + 5 * block
+        for place, (name, kind) in enumerate(inside):
+            layers.append(Layer(id=first + place, name=f"blocks.{block}.{name}", kind=kind))
+            last = place == 4
+            readers = (first + 5, first + 9) if last and block < blocks - 1 else (first + place + 1,)
+            num_bytes = 999 if block == wide_block and place == 2 else 100
+            values.append(
+                Value(name=f"v{first + place}", producer=first + place, consumers=readers, num_bytes=num_bytes)
+            )
+    layers.append(Layer(id=1 + 5 * blocks, name="head", kind="Linear"))
+    return LayerGraph(layers=tuple(layers), values=tuple(values))
+
+
+def folded_rows(plan: Plan) -> list[tuple[str, str, int]]:
+    """What stands above each box of equal blocks, and how many rows it has."""
+    boxes = [box for box in make_picture(plan).boxes if box.fold is not None and isinstance(box.label, tuple)]
+    return [
+        (box.fold.text, box.fold.times, len(box.label)) for box in boxes if box.fold and isinstance(box.label, tuple)
+    ]
+
+
+def test_equal_blocks_that_follow_each_other_are_one_box_with_their_number() -> None:
+    plan = cut(transformer(6), 1)
+    picture = make_picture(plan)
+    assert folded_rows(plan) == [("blocks.0-5", "\N{MULTIPLICATION SIGN} 6", 5)]
+    assert sorted(layer for row in rows_of(picture) for layer in row) == sorted(plan.stage_of_layer)
+    assert_drawn_well(picture)
+    assert picture.height == make_picture(cut(transformer(2), 1)).height < 300
+    svg = svg_file(plan)
+    assert ">\N{MULTIPLICATION SIGN} 6</text>" in svg
+    assert ">norm</tspan>" in svg
+    assert "and the same in 5 more; of one, in the mean:\nstage 0: forward" in svg
+
+
+def test_only_whole_blocks_of_one_stage_and_of_equal_size_are_folded() -> None:
+    # 32 layers in 2 stages: the first ends with the embedding and three blocks
+    assert folded_rows(cut(transformer(6), 2)) == [
+        ("blocks.0-2", "\N{MULTIPLICATION SIGN} 3", 5),
+        ("blocks.3-5", "\N{MULTIPLICATION SIGN} 3", 5),
+    ]
+    assert [name for name, _, _ in folded_rows(cut(transformer(6, wide_block=2), 1))] == ["blocks.0-1", "blocks.3-5"]
+    assert folded_rows(cut(transformer(1), 1)) == []
+
+
+def test_blocks_in_blocks_are_folded_where_the_outer_ones_differ() -> None:
+    names = [f"stages.{stage}.{block}.{layer}" for stage in (0, 1) for block in range(2 + stage) for layer in "ab"]
+    names.append("head")
+    layers = tuple(Layer(id=i, name=name, kind="Linear") for i, name in enumerate(names))
+    values = tuple(Value(name=f"v{i}", producer=i, consumers=(i + 1,), num_bytes=1) for i in range(len(names) - 1))
+    plan = cut(LayerGraph(layers=layers, values=values), 1)
+    assert [name for name, _, _ in folded_rows(plan)] == ["stages.0.0-1", "stages.1.0-2"]
+
+
+def test_no_bar_runs_through_a_name() -> None:
+    root = ET.fromstring(svg_file(cut(transformer(3), 1)).encode("utf-8"))
+    rows = [group for group in root.iter(f"{SVG}g") if group.get("data-layers")]
+    for row in rows:
+        (bar,) = [rect for rect in row.findall(f"{SVG}rect") if rect.get("class") == "bar"]
+        for text in row.findall(f"{SVG}text"):
+            assert float(text.get("y") or 0) + 3 <= float(bar.get("y") or 0)  # below the letters that reach lowest
 
 
 # ---- the layout by itself

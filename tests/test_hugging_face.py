@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from in_threads import check_same_gradients, even_plan, only_stage, profile, run_in_threads
-from models import sgd
+from models import save_tiny_gpt2, sgd
 from penstock import Job
 from penstock.errors import CaptureError
 from penstock.profile import Profile
 from penstock.runtime.capture import capture
+from penstock.runtime.jobs import load_job
 from penstock.workloads.transformers import import_transformers
 from test_shapes import padded
 from test_worker import check_same_weights, single_process
@@ -160,3 +162,19 @@ def test_layer_drop_is_refused_with_the_module_and_the_rate() -> None:
     tokens = torch.randint(4, VOCABULARY, (3, LENGTH))
     with pytest.raises(CaptureError, match=r"model\.decoder \(BartDecoder\) skips layers at random .* < 0\.1`"):
         capture(transformers.BartForConditionalGeneration(config), {"input_ids": tokens, "decoder_input_ids": tokens})
+
+
+def test_the_example_trains_a_local_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the weights that save_pretrained has written, which a file for --init has too, and without a download."""
+    save_tiny_gpt2(tmp_path / "checkpoint")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    example = Path(__file__).parent.parent / "examples" / "hugging_face.py"
+    job = load_job(example)
+    assert isinstance(job.model, nn.Module)
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint").state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in job.model.state_dict().items())
+    found = profile(replace(job, batch_size=4))
+    assert found.front_end == "export"
+    plan = even_plan(found, (1, 1), "1f1b", microbatches=2)
+    check_same_gradients(plan, lambda: replace(load_job(example), batch_size=4))

@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from penstock.planner import Hints, make_plan
 from penstock.profile import LayerSeconds, Profile
 from penstock.record import Mark, Moment, Record, Start
 from penstock.report import Outcome, content, curves, write_report
-from penstock.report.content import report_content
+from penstock.report.content import report_content, steady_microbatch
 from penstock.report.drawing import inline_svg
 from penstock.report.drawing import style as drawing_style
 from penstock.run import EdgeError, Evaluation, Result
 from penstock.schedule import Action, Kind, Staleness
-from penstock.simulate import explain, simulate
+from penstock.simulate import Simulation, explain, play, simulate
 from penstock.trace import Event, Trace
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- {{style}} &amp;"
@@ -110,15 +111,19 @@ def record_of(plan: Plan, measured: Trace, moments: int = 8) -> Record:
     )
 
 
+def played_as(plan: Plan, simulated: Trace) -> Simulation:
+    minibatches = len(simulated.samples) // plan.microbatches
+    return Simulation(plan, plan.schedule_for([plan.microbatches] * minibatches), simulated, ())
+
+
 def outcome(
     plan: Plan, simulated: Trace, losses: Sequence[float] | None = None, record: Record | None = None, **result: Any
 ) -> Outcome:
     measured = measured_from(simulated)
     fields = {"staleness": plan.staleness, **result}
     return Outcome(
-        plan=plan,
         measured=measured,
-        simulated=simulated,
+        played=played_as(plan, simulated),
         result=replace(result_of(measured, losses), **fields),
         record=record or Record(),
     )
@@ -308,6 +313,48 @@ def test_the_course_of_a_run_is_thinned_and_keeps_pace_and_peaks(plan: Plan, sim
     assert report_content(outcome(plan, simulated, record=replace(record, moments=())))["course"] is None
 
 
+def test_the_verdict_stands_on_top(tmp_path: Path, plan: Plan, simulated: Trace) -> None:
+    found = outcome(plan, simulated)
+    assert report(tmp_path / "report.html", plan, simulated)[1]["headline"] == found.headline
+    assert re.match(
+        r"Stage \d bounds the pipeline; workers were idle \d+% of the time; the machine was", found.headline
+    )
+
+
+def test_the_steady_state_begins_with_a_microbatch_of_both_traces() -> None:
+    assert steady_microbatch(range(100), range(40), 1) == 10
+    assert steady_microbatch(range(100), range(40), 4) == 8  # the first of its minibatch
+    assert steady_microbatch(range(12, 100), range(40), 1) == 19
+    assert steady_microbatch(range(50, 100), range(40), 1) is None
+
+
+def test_both_timelines_have_the_moment_at_which_the_same_microbatch_begins(plan: Plan, simulated: Trace) -> None:
+    found = outcome(plan, simulated)
+    traces = report_content(found)["traces"]
+    assert [trace["steady"]["microbatch"] for trace in traces] == [7, 7]
+    for trace, events in zip(traces, (found.measured.events, simulated.events), strict=True):
+        (begin,) = [event for event in events if str(event.action) == "0F7"]
+        assert trace["steady"]["at_s"] == begin.start_s - events[0].start_s
+    nothing = report_content(outcome(plan, replace(simulated, events=())))["traces"]
+    assert [trace["steady"] for trace in nothing] == [None, None]
+
+
+def test_simulated_memory_has_the_same_minibatch_at_the_same_place(plan: Plan) -> None:
+    """Of a run as long as the simulation, and of one ten times as long and twice as slow."""
+    played = play(plan, 40)
+    for minibatches, minibatch_s in ((40, 0.01), (400, 0.02)):
+        end_s = minibatches * minibatch_s
+        at_s = [end_s * (i + 1) / 100 for i in range(100)]
+        curves_of = curves.simulated_memory(played, at_s, minibatches)
+        for worker, curve in enumerate(curves_of):
+            assert len(curve) == len(at_s)
+            assert max(curve) == curve[50] == round(played.peak_bytes[worker])
+            assert all(held > 0 for held in curve)
+    filling = curves.simulated_memory(played, [1e-6, 0.4], 40)
+    assert filling[0][0] < filling[0][1]
+    assert curves.simulated_memory(replace(played, trace=replace(played.trace, events=())), [1.0], 40) == []
+
+
 # --- in a browser
 
 
@@ -380,6 +427,8 @@ def test_browser_zooms_by_wheel_drag_buttons_and_keys_and_names_actions(
     page.open(tmp_path / "report.html", width=1280)
     left, top, width, _ = page.place("#timeline")
     x, y = left + width / 2, top + 40  # the first worker's row, as measured
+    opened = span(page)
+    page.run("document.querySelector('#start').click()")
     before = span(page)
     page.wheel(x, y, -300)
     assert span(page) == pytest.approx(before * 0.5488, rel=1e-3)  # exp(-0.6)
@@ -395,8 +444,9 @@ def test_browser_zooms_by_wheel_drag_buttons_and_keys_and_names_actions(
     whole = pytest.approx(measured_from(simulated).span_s, abs=1e-8)
     assert page.run("penstock.visible()") == [0, whole]
     page.key("Home")  # the drag has brought it into focus
-    assert span(page) == pytest.approx(before)
-
+    assert span(page) == pytest.approx(opened)
+    page.run("document.querySelector('#start').click()")
+    page.settle()
     first = next(event for event in measured_from(simulated).events if event.worker == 0)
     words = f"forward of microbatch 0 at stage 0, {(first.end_s - first.start_s) * 1e3:.2f} ms, starts at 0 s"
     page.mouse("mouseMoved", page.run("timeline.left") + left + 4, y)
@@ -434,7 +484,7 @@ def test_browser_on_a_phone_pinches_taps_and_fits_in_the_dark(
     page.touch("touchMove", (middle - 60, y), (middle + 60, y))
     page.touch("touchEnd")
     assert span(page) == pytest.approx(before / 2, rel=0.02)
-    page.run("document.querySelector('#reset').click()")
+    page.run("document.querySelector('#start').click()")
     page.settle()
     page.touch("touchStart", (left + page.run("timeline.left") + 3, y))
     page.touch("touchEnd")
@@ -476,4 +526,74 @@ def test_browser_keeps_up_with_a_thousand_microbatches_on_sixteen_workers(tmp_pa
     assert re.match(
         r"(forward|backward|update) of (microbatch|round) [45]\d\d at stage 0, ", texts(page, "#tooltip")[0]
     )
+    assert page.errors == []
+
+
+@needs_browser
+def test_browser_opens_in_the_steady_state_with_both_traces_aligned(
+    tmp_path: Path, page: Page, plan: Plan, simulated: Trace
+) -> None:
+    _, data = report(tmp_path / "report.html", plan, simulated)
+    steady_s = [trace["steady"]["at_s"] for trace in data["traces"]]
+    for width, shown in ((1280, 12), (390, 4)):
+        page.open(tmp_path / "report.html", width=width)
+        start, end = page.run("penstock.visible()")
+        assert 0 < start <= steady_s[0] < end
+        assert page.run("penstock.shift()") == pytest.approx(steady_s[0] - steady_s[1])
+        for trace in (0, 1):
+            words = page.run(f"penstock.hit({trace}, 0, {steady_s[trace] + 1e-5})")
+            assert words.startswith("forward of microbatch 7 at stage 0")
+        last = max(
+            e.end_s for e in measured_from(simulated).events if e.action.of_microbatch and e.action.index < 7 + shown
+        )
+        assert end == pytest.approx(last, rel=0.05)
+    page.run("document.querySelector('#start').click()")
+    assert page.run("[penstock.visible()[0], penstock.shift()]") == [0, 0]
+    assert page.errors == []
+
+
+@needs_browser
+def test_browser_makes_an_image_of_the_timeline(tmp_path: Path, page: Page, plan: Plan, simulated: Trace) -> None:
+    report(tmp_path / "report.html", plan, simulated)
+    page.open(tmp_path / "report.html", width=1280)
+    before = page.run("[timeline.canvas.width, timeline.canvas.height]")
+    image = "timeline.picture('chain', 'words', [['Forward', 'F']])"
+    assert page.run(f"{image}.toDataURL('image/png')").startswith("data:image/png;base64,")
+    width, height = page.run(f"(({{width, height}}) => [width, height])({image})")
+    assert (width, height) == (pytest.approx(2 * (before[0] + 36), abs=4), pytest.approx(2 * before[1] + 200, abs=120))
+    assert page.run("[timeline.canvas.width, timeline.canvas.height]") == before
+    for button, words in (("#copy-image", "Image "), ("#save-image", "Image saved")):
+        page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+        page.run("document.querySelector('#timeline-told').textContent = ''")
+        left, top, wide, high = page.place(button)
+        page.click(left + wide / 2, top + high / 2)
+        told = "document.querySelector('#timeline-told').textContent"
+        page.run(f"new Promise((done) => {{ const look = () => {told} ? done() : setTimeout(look, 20); look(); }})")
+        assert page.run(told).startswith(words)
+    until_s = time.monotonic() + 10
+    while not (tmp_path / "penstock-timeline.png").exists() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert (tmp_path / "penstock-timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert [error for error in page.errors if "blob:" not in error] == []
+    page.errors.clear()
+
+
+@needs_browser
+def test_browser_on_a_phone_scrolls_no_table_sideways(tmp_path: Path, page: Page, plan: Plan) -> None:
+    plan = replicated(plan)
+    simulated = simulate(plan, 30)
+    evaluations = tuple(Evaluation(epoch=0, steps=10 * i, values={"loss": 1 / i}) for i in (1, 2, 3))
+    record = record_of(plan, measured_from(simulated))
+    report(tmp_path / "report.html", plan, simulated, record=record, evaluations=evaluations)
+    page.open(tmp_path / "report.html", width=360, height=780, touch=True)
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    boxes = "[...document.querySelectorAll('.scroll')]"
+    assert page.run(f"{boxes}.length") >= 5
+    assert page.run(f"{boxes}.filter((box) => box.scrollWidth > box.clientWidth).map((box) => box.ariaLabel)") == []
+    right = (
+        "Math.max(...[...document.querySelectorAll('.scroll td')].map((cell) => cell.getBoundingClientRect().right))"
+    )
+    assert page.run(right) <= 360
+    named = "getComputedStyle(document.querySelector('#plan tbody td'), '::before').content"
+    assert page.run(named) == '"Layers"' or page.run(named) == "attr(data-column)"
     assert page.errors == []

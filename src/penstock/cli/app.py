@@ -25,7 +25,16 @@ from penstock.formats import plan_text, read_cluster, read_profile
 from penstock.plan import NO_PREDICTION, Plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
-from penstock.report import Outcome, outcome_of, perfetto_trace, write_figures, write_report
+from penstock.report import (
+    Outcome,
+    comparison_answer,
+    names_of,
+    outcome_of,
+    perfetto_trace,
+    write_comparison,
+    write_figures,
+    write_report,
+)
 from penstock.report.drawing import svg_file
 from penstock.run import RunDirectory
 from penstock.schedule import FAMILIES
@@ -477,10 +486,18 @@ def verify(job: JobFile, plan: PlanFile, timeout: Timeout = 300.0, as_json: Json
 
 @app.command(
     epilog="Examples: penstock report penstock-runs/latest; "
-    "penstock report penstock-runs/latest --perfetto run.pftrace --png figures"
+    "penstock report penstock-runs/latest --perfetto run.pftrace --png figures; "
+    "penstock report penstock-runs/first penstock-runs/second --output comparison.html"
 )
 def report(
-    run: RunArgument,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="run directory, from `penstock train`; several are set side by side"),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="where to write the page; report.html in RUN, or of several runs comparison.html here"),
+    ] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="where to write a trace for ui.perfetto.dev, if anywhere")
     ] = None,
@@ -489,26 +506,44 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the HTML report of a run: timeline, predicted against measured, memory, throughput, loss, plan."""
-    directory = RunDirectory(run)
-    found = write_report_of(directory)
-    written = {"report": [directory.report]}
+    """Write the HTML report of a run: timeline, predicted against measured, memory, throughput, loss, plan.
+
+    Of several runs, one page that sets them side by side."""
+    if len(runs) > 1:
+        if perfetto is not None or png is not None:
+            raise FormatError("--perfetto and --png are of one run; give one RUN with them")
+        _compare(runs, output or Path("comparison.html"), as_json)
+        return
+    directory = RunDirectory(runs[0])
+    page = output or directory.report
+    found = write_report_of(directory, page)
+    written = {"report": [page]}
     if perfetto is not None:
         codec.write_bytes(perfetto_trace(found), perfetto)
         written["perfetto"] = [perfetto]
     if png is not None:
         written["figures"] = write_figures(png, found)
     answer = {
-        "report": str(directory.report),
+        "report": str(page),
         "perfetto": str(perfetto) if perfetto else None,
         "figures": [str(path) for path in written.get("figures", ())],
         "predicted_samples_per_s": found.plan.predicted_samples_per_s,
+        "verdict": found.headline,
         "explanation": found.explanation.text,
         **shown.trace_answer(found.measured),
     }
     table = partial(shown.run_table, found)
     note = "\n".join(f"{what} {' '.join(map(str, paths))}" for what, paths in written.items())
     _answer(answer, as_json, table, note)
+
+
+def _compare(runs: list[Path], output: Path, as_json: bool) -> None:
+    from penstock.cli.comparisons import comparison_table
+
+    named = {name: outcome_of(RunDirectory(run)) for name, run in zip(names_of(runs), runs, strict=True)}
+    write_comparison(output, named)
+    answer = {"comparison": str(output), **comparison_answer(named)}
+    _answer(answer, as_json, lambda: comparison_table(answer), f"comparison {output}")
 
 
 @app.command(epilog="Examples: penstock watch penstock-runs/latest; penstock watch penstock-runs/latest --json")
@@ -590,9 +625,9 @@ def _profile(job: Path, microbatch_size: int | None, threads: int) -> Profile:
     return workers.profile(job, microbatch_size, threads)
 
 
-def write_report_of(directory: RunDirectory) -> Outcome:
+def write_report_of(directory: RunDirectory, page: Path | None = None) -> Outcome:
     found = outcome_of(directory)
-    write_report(directory.report, found)
+    write_report(page or directory.report, found)
     return found
 
 

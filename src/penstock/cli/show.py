@@ -231,8 +231,8 @@ def trace_table(trace: Trace) -> Table:
 
 
 def run_table(found: Outcome) -> RenderableType:
-    """Predicted against measured, why they differ, and what compression lost where there was any."""
-    parts: list[RenderableType] = [_comparison_table(found), Text(found.explanation.text)]
+    """Predicted against measured, what bounded the run, why they differ, and what compression lost if there was any."""
+    parts: list[RenderableType] = [_comparison_table(found), Text(found.headline), Text(found.explanation.text)]
     return Group(*parts, *([_compression_table(found.result.compression)] if found.result.compression else []))
 
 

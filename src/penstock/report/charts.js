@@ -3,6 +3,25 @@
 const STAGE_COLOURS = 8; // of colours.css
 const stageColour = (stage) => `var(--stage-${stage % STAGE_COLOURS})`;
 
+const { namespaceURI: SVG } = byId("drawing").content.querySelector("svg");
+
+function svgIn(card, className, label) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("class", className);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", label);
+  card.append(svg);
+  return svg;
+}
+
+// In words, for those who cannot see the line.
+function inWords(name, ys, show) {
+  const numbers = numbersIn(ys);
+  if (!numbers.length) return `${name}: no values`;
+  const [low, high] = extremes(numbers);
+  return `${name}: ${show(numbers[0])} at first, ${show(numbers[numbers.length - 1])} at last, between ${show(low)} and ${show(high)}`;
+}
+
 function svgElement(parent, tag, attributes, text) {
   const element = document.createElementNS(parent.namespaceURI, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -78,20 +97,13 @@ function axisOver(values, steps, fromZero) {
   return { low, high, step, decimals: Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)) };
 }
 
-// A line through (xs, ys). `chart` has: xs, ys, xName, showX, showY, and if wanted: reference (a level to hold against),
-// marks (moments on the x axis), fromZero, dots, smoothed. `tip(x, text, small)` shows what is pointed at.
-function drawChart(svg, chart, tip) {
-  const { xs, ys } = chart, numbers = numbersIn(ys);
-  const height = numbers.length ? chart.height ?? 240 : 0, width = emptySvg(svg, height);
-  svg.onpointermove = svg.onpointerdown = svg.onpointerleave = null;
-  if (!numbers.length) return;
-  const levels = chart.reference == null ? numbers : [...numbers, chart.reference];
+// The axes of a chart around all values, `xs` from the first to the last. Returns where values are on the screen.
+function drawAxes(svg, chart, [first, last], levels, width, height) {
   const vertical = axisOver(levels, height / 55, chart.fromZero);
   const label = (value) => chart.showTick?.(value) ?? value.toLocaleString("en", { minimumFractionDigits: vertical.decimals, maximumFractionDigits: vertical.decimals });
   const box = { left: 16 + 7 * Math.max(label(vertical.low).length, label(vertical.high).length), right: width - 12, top: 12, bottom: height - 42 };
-  const first = xs[0], span = xs[xs.length - 1] - first;
+  const span = last - first;
   const xOf = (value) => span > 0 ? box.left + ((value - first) / span) * (box.right - box.left) : (box.left + box.right) / 2;
-  const x = (i) => xOf(xs[i]);
   const y = (value) => box.bottom - ((value - vertical.low) / (vertical.high - vertical.low)) * (box.bottom - box.top);
   for (let n = 0; vertical.low + n * vertical.step <= vertical.high + vertical.step / 2; n++) {
     const value = vertical.low + n * vertical.step;
@@ -104,6 +116,41 @@ function drawChart(svg, chart, tip) {
     svgElement(svg, "text", { x: Math.min(xOf(n), box.right), y: box.bottom + 18, "text-anchor": anchor }, chart.showX(n));
   }
   svgElement(svg, "text", { x: (box.left + box.right) / 2, y: height - 4, "text-anchor": "middle" }, chart.xName);
+  const valueAt = (event) => first + ((event.clientX - svg.getBoundingClientRect().left - box.left) / (box.right - box.left)) * span;
+  return { box, xOf, y, valueAt };
+}
+
+// Several lines over the same axes. `chart` has: lines (name, colour, xs, ys of each), xName, showX, atX, showY, and if wanted
+// fromZero, and smoothed: a line of many points as a moving average.
+function drawLines(svg, chart, tip) {
+  const lines = chart.lines.filter(({ ys }) => numbersIn(ys).length).map((line) => ({ ...line, ys: chart.smoothed && line.ys.length > 50 ? smooth(line.ys) : line.ys }));
+  const height = lines.length ? 280 : 0, width = emptySvg(svg, height);
+  if (!lines.length) return;
+  const range = extremes(lines.flatMap(({ xs }) => [xs[0], xs[xs.length - 1]]));
+  const { xOf, y, valueAt } = drawAxes(svg, chart, range, lines.flatMap(({ ys }) => numbersIn(ys)), width, height);
+  for (const { xs, ys, colour } of lines) {
+    svgElement(svg, "path", { class: "line", stroke: colour, d: path(ys, (i) => xOf(xs[i]), y) });
+    if (numbersIn(ys).length === 1) ys.forEach((value, i) => value !== null && svgElement(svg, "circle", { r: 3.5, fill: colour, cx: xOf(xs[i]), cy: y(value) }));
+  }
+  svg.onpointermove = svg.onpointerdown = (event) => {
+    const value = valueAt(event), at = lines.map(({ xs, ys, name }) => [name, ys[nearest(xs, value)], xs[xs.length - 1]]);
+    const there = at.filter(([, found, last]) => found !== null && value <= last).map(([name, found]) => `${name}: ${chart.showY(found)}`);
+    tip(event, there.length ? chart.atX(Math.max(range[0], Math.min(range[1], value))) : null, there.join("\n"));
+  };
+  svg.onpointerleave = (event) => tip(event, null);
+}
+
+// A line through (xs, ys). `chart` has: xs, ys, xName, showX, showY, and if wanted: reference (a level to hold against),
+// marks (moments on the x axis), fromZero, dots, smoothed. `tip(x, text, small)` shows what is pointed at.
+function drawChart(svg, chart, tip) {
+  const { xs, ys } = chart, numbers = numbersIn(ys);
+  const height = numbers.length ? chart.height ?? 240 : 0, width = emptySvg(svg, height);
+  svg.onpointermove = svg.onpointerdown = svg.onpointerleave = null;
+  if (!numbers.length) return;
+  const levels = chart.reference == null ? numbers : [...numbers, chart.reference];
+  const first = xs[0], span = xs[xs.length - 1] - first;
+  const { box, xOf, y, valueAt } = drawAxes(svg, chart, [first, first + span], levels, width, height);
+  const x = (i) => xOf(xs[i]);
   for (const mark of chart.marks ?? [])
     if (mark.at_s >= first && mark.at_s <= first + span) svgElement(svg, "line", { class: "mark", x1: xOf(mark.at_s), x2: xOf(mark.at_s), y1: box.top, y2: box.bottom });
   if (chart.reference != null) {
@@ -116,8 +163,7 @@ function drawChart(svg, chart, tip) {
   if (chart.dots || numbers.length === 1) ys.forEach((value, i) => value !== null && svgElement(svg, "circle", { class: "dot", r: 3.5, cx: x(i), cy: y(value) }));
   const dot = svgElement(svg, "circle", { class: "dot", r: 4.5, visibility: "hidden" });
   svg.onpointermove = svg.onpointerdown = (event) => {
-    const along = (event.clientX - svg.getBoundingClientRect().left - box.left) / (box.right - box.left);
-    const i = nearest(xs, first + along * span);
+    const i = nearest(xs, valueAt(event));
     if (ys[i] === null) return tip(event, null);
     for (const [name, value] of Object.entries({ cx: x(i), cy: y(ys[i]), visibility: "visible" })) dot.setAttribute(name, value);
     tip(event, chart.showY(ys[i]), chart.atX(xs[i]));
@@ -125,9 +171,9 @@ function drawChart(svg, chart, tip) {
   svg.onpointerleave = (event) => (dot.setAttribute("visibility", "hidden"), tip(event, null));
 }
 
-// An area over time without axes, for a row of a table: values up to `most`, a level marked if given.
-function drawArea(svg, { xs, ys, most, level, show }, tip) {
-  const height = 34, width = emptySvg(svg, height);
+// An area over time without axes, for a row of a table: values up to `most`, a line `beside` them and a level marked if given.
+function drawArea(svg, { xs, ys, beside = [], most, level, height = 34, show }, tip) {
+  const width = emptySvg(svg, height);
   const span = xs[xs.length - 1] - xs[0] || 1;
   const x = (i) => ((xs[i] - xs[0]) / span) * width, y = (value) => height - (value / most) * (height - 3);
   svgElement(svg, "rect", { class: "ground", width, height, rx: 3 });
@@ -141,10 +187,12 @@ function drawArea(svg, { xs, ys, most, level, show }, tip) {
     }
     begin = i + 1;
   }
+  if (beside.length) svgElement(svg, "path", { class: "beside", d: path(beside, x, y) });
   if (level != null) svgElement(svg, "line", { class: "reference", x1: 0, x2: width, y1: y(level), y2: y(level) });
   svg.onpointermove = svg.onpointerdown = (event) => {
     const box = svg.getBoundingClientRect(), i = nearest(xs, xs[0] + ((event.clientX - box.left) / box.width) * span);
-    tip(event, ys[i] === null ? null : show(ys[i]), `at ${showSeconds(xs[i])}`);
+    const also = beside.length ? `simulated ${show(beside[i])}, ` : "";
+    tip(event, ys[i] === null ? null : show(ys[i]), `${also}at ${showSeconds(xs[i])}`);
   };
   svg.onpointerleave = (event) => tip(event, null);
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -36,17 +36,15 @@ def report_content(outcome: Outcome) -> dict[str, Any]:
         "device_kinds": sorted(set(result.device_kinds.values())),
         "samples": result.samples,
         "seconds": result.seconds,
+        "headline": outcome.headline,
         "comparison": _comparison(outcome),
-        "traces": [
-            _timeline(outcome.measured, outcome.measured_events, _gap(outcome)),
-            _timeline(outcome.simulated, outcome.simulated.events),
-        ],
+        "traces": _timelines(outcome),
         "plan": _plan(plan),
         "staleness": _staleness(plan, result),
-        "loss": _loss_curve(result.losses),
+        "loss": loss_curve(result.losses),
         "compression": codec.encode(result.compression),
         "evaluations": codec.encode(result.evaluations),
-        "course": course(outcome.record, plan.profile.batch_size),
+        "course": course(outcome),
         "marks": marks(outcome.record),
         "clocks": codec.encode(result.clocks),
     }
@@ -98,19 +96,56 @@ def _share_syncing(seconds: Sequence[dict[Kind, list[float]]], trace: Trace) -> 
     return [sum(row.get(Kind.SYNC, ())) / trace.span_s if trace.span_s > 0 else 0.0 for row in seconds]
 
 
-def _timeline(trace: Trace, events: Sequence[Event], gap: tuple[float, float] | None = None) -> dict[str, Any]:
-    """The events by worker. Of too many to draw, those at both ends; ``gap`` is a stretch of which there are none."""
-    shown = events if len(events) <= MAX_EVENTS else (*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :])
-    if len(shown) < len(events):
-        gap = (max(e.end_s for e in shown[: MAX_EVENTS // 2]), shown[MAX_EVENTS // 2].start_s)
+def _timelines(outcome: Outcome) -> list[dict[str, Any]]:
+    """Measured and simulated, each with the moment at which the same microbatch begins in the steady state."""
+    measured, measured_gap = _drawable(outcome.measured_events, _gap(outcome))
+    simulated, simulated_gap = _drawable(outcome.simulated.events)
+    steady = steady_microbatch(_begins_s(measured), _begins_s(simulated), outcome.plan.microbatches)
+    return [
+        _timeline(outcome.measured, measured, measured_gap, steady),
+        _timeline(outcome.simulated, simulated, simulated_gap, steady),
+    ]
+
+
+def steady_microbatch(measured: Container[int], simulated: Iterable[int], microbatches: int) -> int | None:
+    """One that both traces have, after a quarter of those, which is long enough for the pipeline to fill; the first of
+    its minibatch. None where they have nothing in common."""
+    common = sorted(microbatch for microbatch in simulated if microbatch in measured)
+    if not common:
+        return None
+    found = common[len(common) // 4]
+    first = found - found % microbatches
+    return first if first in common else found
+
+
+def _begins_s(events: Iterable[Event]) -> dict[int, float]:
+    """When each microbatch begins at the first stage."""
+    forwards = (event for event in events if event.action.stage == 0 and event.action.kind is Kind.FORWARD)
+    return {event.action.index: event.start_s for event in forwards}
+
+
+Gap = tuple[float, float]
+
+
+def _drawable(events: Sequence[Event], gap: Gap | None = None) -> tuple[Sequence[Event], Gap | None]:
+    """Of too many to draw, those at both ends; ``gap`` is a stretch of which there are none."""
+    if len(events) <= MAX_EVENTS:
+        return events, gap
+    first, last = events[: MAX_EVENTS // 2], events[-MAX_EVENTS // 2 :]
+    return (*first, *last), (max(event.end_s for event in first), last[0].start_s)
+
+
+def _timeline(trace: Trace, events: Sequence[Event], gap: Gap | None, steady: int | None) -> dict[str, Any]:
+    """The events by worker."""
     by_worker: list[list[Event]] = [[] for _ in trace.workers]
-    for event in shown:
+    for event in events:
         by_worker[event.worker].append(event)
     origin_s = events[0].start_s if events else 0.0
     return {
         "origin": trace.origin,
         "origin_s": origin_s,
         "gap_s": [at_s - origin_s for at_s in gap] if gap else None,
+        "steady": None if steady is None else {"microbatch": steady, "at_s": _begins_s(events)[steady] - origin_s},
         "workers": [
             {"name": name, **_packed(of_worker, origin_s)}
             for name, of_worker in zip(trace.workers, by_worker, strict=True)
@@ -118,7 +153,7 @@ def _timeline(trace: Trace, events: Sequence[Event], gap: tuple[float, float] | 
     }
 
 
-def _gap(outcome: Outcome) -> tuple[float, float] | None:
+def _gap(outcome: Outcome) -> Gap | None:
     """From where the beginning ends to where the trace goes on."""
     if outcome.beginning is None or not outcome.beginning.events or not outcome.measured.events:
         return None
@@ -206,7 +241,7 @@ def _staleness(plan: Plan, result: Result) -> list[dict[str, Any]]:
     ]
 
 
-def _loss_curve(losses: Sequence[float | None]) -> dict[str, Any]:
+def loss_curve(losses: Sequence[float | None]) -> dict[str, Any]:
     """The loss after so many minibatches; in a long run each point is a mean over as many as it takes."""
     every = max(1, math.ceil(len(losses) / MAX_LOSS_POINTS))
     chunks = [losses[start : start + every] for start in range(0, len(losses), every)]

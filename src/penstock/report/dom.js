@@ -65,10 +65,21 @@ function scrollToFirstBlock(box) {
 function table(className, head, rows) {
   const made = element("table", className, element("thead", "", ...head));
   made.append(element("tbody", "", ...rows));
+  nameCells(head, rows);
   return made;
 }
 
-// A table may be wider than a phone: it scrolls in a box of its own, which the keyboard reaches.
+// On a phone the head is not shown, and every cell says itself which column it is of.
+function nameCells([top, below], rows) {
+  const groups = [...top.children].flatMap((each) => Array(each.colSpan).fill(each.textContent)), single = [...top.children].filter((each) => each.colSpan === 1).length;
+  const names = groups.map((name, i) => (below && i >= single ? below.children[i - single].textContent : name));
+  for (const each of rows) [...each.children].forEach((made, i) => {
+    made.dataset.column = names[i];
+    if (below) made.dataset.group = groups[i];
+  });
+}
+
+// A table may be wider than its card: it scrolls in a box of its own, which the keyboard reaches. On a phone it does not scroll: rows are blocks there.
 function scrolling(label, ...children) {
   const box = element("div", "scroll", ...children);
   Object.assign(box, { tabIndex: 0, role: "region", ariaLabel: label });

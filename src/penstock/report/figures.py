@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,14 @@ from penstock.report.outcome import Outcome
 from penstock.report.stages import KIND_NAMES
 from penstock.report.svg import colours as page_colours
 from penstock.schedule import Kind
-from penstock.trace import Trace
+from penstock.trace import Event
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DOTS_PER_INCH = 150
 WIDTH_IN = 9.0
-FIRST_MICROBATCHES = 12
+MICROBATCHES = 12
 """that the timeline shows from end to end"""
 
 
@@ -48,7 +48,7 @@ def _figures(outcome: Outcome) -> Iterator[tuple[str, float, Draw]]:
     """(name, height in inches, what draws it on a figure)"""
     content, (colours, _) = report_content(outcome), page_colours()
     rows_in = 0.22 * len(outcome.measured.workers)
-    yield "timeline", 1.6 + 2 * rows_in, lambda figure: _timeline(figure, outcome, colours)
+    yield "timeline", 1.6 + 2 * rows_in, lambda figure: _timeline(figure, outcome, content, colours)
     yield "utilisation", 1.4 + rows_in, lambda figure: _utilisation(figure.subplots(), content, colours)
     if content["loss"]["points"]:
         yield "loss", 3.5, lambda figure: _loss(figure.subplots(), content["loss"], colours)
@@ -62,27 +62,31 @@ def _figures(outcome: Outcome) -> Iterator[tuple[str, float, Draw]]:
             yield "memory", 1.0 + 3 * rows_in, lambda figure: _memory(figure, course, names, colours)
 
 
-def _timeline(figure: Any, outcome: Outcome, colours: dict[str, str]) -> None:
-    """The first microbatches, measured above simulated, on one axis."""
+def _timeline(figure: Any, outcome: Outcome, content: dict[str, Any], colours: dict[str, str]) -> None:
+    """Some microbatches in the steady state, measured above simulated, both from where the same one begins."""
     upper, lower = figure.subplots(2, sharex=True)
-    traces = (outcome.beginning or outcome.measured, outcome.simulated)
-    starts = [min((event.start_s for event in trace.events), default=0.0) for trace in traces]
-    end_s = max(_end_of_first(trace) - start_s for trace, start_s in zip(traces, starts, strict=True))
-    for axes, trace, start_s in zip((upper, lower), traces, starts, strict=True):
+    views = [
+        _View(outcome.measured_events, content["traces"][0]),
+        _View(outcome.simulated.events, content["traces"][1]),
+    ]
+    end_s = max(view.end_s for view in views)
+    for axes, view, timeline in zip((upper, lower), views, content["traces"], strict=True):
+        names = [worker["name"] for worker in timeline["workers"]]
         for kind in Kind:
             for odd in (0, 1):
                 bars = [
-                    (event.worker, event.start_s - start_s, event.end_s - event.start_s)
-                    for event in trace.events
-                    if event.action.kind is kind and event.action.index % 2 == odd and event.start_s - start_s < end_s
+                    (event.worker, event.start_s - view.begin_s, event.end_s - event.start_s)
+                    for event in view.events
+                    if event.action.kind is kind and event.action.index % 2 == odd
+                    if event.end_s > view.begin_s and event.start_s - view.begin_s < end_s
                 ]
                 if bars:
                     rows, lefts, widths = zip(*bars, strict=True)
                     colour, label = colours[f"--{kind.value}{'-odd' * odd}"], KIND_NAMES[kind] if not odd else None
                     axes.barh(rows, widths, left=lefts, height=0.8, color=colour, label=label)
-        axes.set_yticks(range(len(trace.workers)), trace.workers)
+        axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
-        axes.set_title(trace.origin, loc="left")
+        axes.set_title(timeline["origin"], loc="left")
     lower.set_xlim(0, end_s)
     lower.set_xlabel("seconds")
     handles, labels = upper.get_legend_handles_labels()
@@ -90,9 +94,16 @@ def _timeline(figure: Any, outcome: Outcome, colours: dict[str, str]) -> None:
         figure.legend(handles, labels, loc="outside upper right", ncols=len(handles), frameon=False)
 
 
-def _end_of_first(trace: Trace) -> float:
-    first = [e.end_s for e in trace.events if e.action.of_microbatch and e.action.index < FIRST_MICROBATCHES]
-    return max(first or [event.end_s for event in trace.events], default=1.0)
+class _View:
+    """The part of a trace that the timeline shows."""
+
+    def __init__(self, events: Sequence[Event], timeline: dict[str, Any]) -> None:
+        steady = timeline["steady"] or {"microbatch": 0, "at_s": 0.0}
+        self.events = events
+        self.begin_s = timeline["origin_s"] + steady["at_s"]
+        shown = range(steady["microbatch"], steady["microbatch"] + MICROBATCHES)
+        ends_s = [e.end_s for e in events if e.action.of_microbatch and e.action.index in shown]
+        self.end_s = max(ends_s or [event.end_s for event in events], default=self.begin_s + 1.0) - self.begin_s
 
 
 def _utilisation(axes: Axes, content: dict[str, Any], colours: dict[str, str]) -> None:
@@ -148,12 +159,15 @@ def _memory(figure: Any, course: dict[str, Any], names: tuple[str, ...], colours
         held = [value / 1e6 for value in _numbers(course["memory_bytes"][worker])]
         axes.fill_between(course["at_s"], held, color=colours["--F"], alpha=0.4, linewidth=0)
         axes.plot(course["at_s"], held, color=colours["--F"], linewidth=1)
+        if course["simulated_bytes"]:
+            simulated = [value / 1e6 for value in course["simulated_bytes"][worker]]
+            axes.plot(course["at_s"], simulated, color=colours["--bad"], linewidth=1)
         axes.axhline(
             course["predicted"]["memory_bytes"][worker] / 1e6, color=colours["--ink"], linestyle="--", linewidth=1
         )
         axes.set_ylabel(name, rotation=0, ha="right", va="center")
     strips[0].set_ylim(bottom=0)
-    strips[0].set_title("MB; dashed: predicted peak", loc="left")
+    strips[0].set_title("MB; filled: measured, line: simulated, dashed: predicted peak", loc="left")
     strips[-1].set_xlabel("seconds")
 
 

@@ -10,7 +10,7 @@ from penstock.errors import FormatError
 from penstock.plan import Plan
 from penstock.record import Record
 from penstock.run import Result, RunDirectory
-from penstock.simulate import Explanation, explain, simulate
+from penstock.simulate import Explanation, Simulation, explain, headline, play
 from penstock.trace import Event, Trace
 
 MOST_SIMULATED = 200
@@ -19,13 +19,30 @@ MOST_SIMULATED = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    plan: Plan
     measured: Trace
-    simulated: Trace
+    played: Simulation
     result: Result
     record: Record
     beginning: Trace | None = None
     """of a run too long for its trace to have all of it, the first actions"""
+
+    @property
+    def plan(self) -> Plan:
+        return self.played.plan
+
+    @property
+    def simulated(self) -> Trace:
+        return self.played.trace
+
+    @property
+    def minibatches(self) -> int:
+        """Trained in this run."""
+        return -(-self.result.samples // self.plan.profile.batch_size)
+
+    @cached_property
+    def headline(self) -> str:
+        """What bounded the run, how much workers idled and how fast the machine was, in one line."""
+        return headline(self.played, self.measured)
 
     @cached_property
     def explanation(self) -> Explanation:
@@ -49,8 +66,6 @@ class Outcome:
 def outcome_of(run: RunDirectory) -> Outcome:
     plan, measured, result = run.load()
     minibatches = -(-result.samples // plan.profile.batch_size)
-    simulated = simulate(plan, min(MOST_SIMULATED, max(1, minibatches)))
+    played = play(plan, min(MOST_SIMULATED, max(1, minibatches)))
     beginning = codec.load(Trace, run.beginning) if run.beginning.exists() else None
-    return Outcome(
-        plan=plan, measured=measured, simulated=simulated, result=result, record=run.record(), beginning=beginning
-    )
+    return Outcome(measured=measured, played=played, result=result, record=run.record(), beginning=beginning)

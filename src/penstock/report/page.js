@@ -33,16 +33,41 @@ function fillFigures() {
     tile("Final loss", orMissing((value) => significant(value, 4))(loss.final), "", loss.first === null ? "" : `${significant(loss.first, 4)} at first`),
     tile("Workers", String(traces[0].workers.length), "", kinds || plural(plan.stages.length, "stage")),
   );
+  byId("verdict").textContent = content.headline;
   byId("explanation").textContent = content.comparison.explanation;
 }
 
 // ---- timeline
 
+// What copies or saves the view as a PNG. `legend` has names and colours.
+function imageOf(timeline, legend) {
+  const tell = (text) => { byId("timeline-told").textContent = text; };
+  const png = () => new Promise((done) => {
+    timeline.picture(content.model, `${byId("lead").textContent}. ${content.headline}`, legend).toBlob(done, "image/png");
+  });
+  const save = async () => {
+    const link = element("a"), url = URL.createObjectURL(await png());
+    Object.assign(link, { href: url, download: "penstock-timeline.png" }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+    tell("Image saved as penstock-timeline.png.");
+  };
+  const copy = async () => {
+    try {
+      await navigator.clipboard.write([new ClipboardItem({ "image/png": png() })]);
+      tell("Image copied.");
+    } catch {
+      await save(); // a browser that keeps its clipboard from pages on a disk
+    }
+  };
+  return { copy, save };
+}
+
 function startTimeline() {
   const names = content.traces.map((trace) => trace.workers.map((worker) => worker.name));
   const marks = content.marks.map((mark) => ({ ...mark, at_s: mark.at_s - content.traces[0].origin_s }));
-  const timeline = new Timeline(byId("timeline"), content.traces, marks, ({ from, to, total, crowded }) => {
-    byId("timeline-view").textContent = `${showSeconds(from)} to ${showSeconds(to)} of ${showSeconds(total)}`;
+  const timeline = new Timeline(byId("timeline"), content.traces, marks, ({ from, to, total, crowded, traces }) => {
+    const moved = traces[1].shift, aligned = moved ? `; simulated drawn ${showSeconds(Math.abs(moved))} ${moved > 0 ? "later" : "earlier"}, to align` : "";
+    byId("timeline-view").textContent = `${showSeconds(from)} to ${showSeconds(to)} of ${showSeconds(total)}${aligned}`;
     byId("timeline-help").textContent = crowded
       ? "Colours fill each column by their share of its time; zoom in for single actions."
       : "Scroll or pinch to zoom, drag to pan, double-click to return.";
@@ -57,19 +82,22 @@ function startTimeline() {
     byId("timeline-chosen").hidden = text === null;
     byId("timeline-chosen").textContent = text ?? "";
   });
+  const legend = [], image = imageOf(timeline, legend);
   const buttons = {
     "zoom-in": () => timeline.zoom(1.6), "zoom-out": () => timeline.zoom(1 / 1.6),
-    reset: () => timeline.reset(), "show-all": () => timeline.showAll(),
+    reset: () => timeline.reset(), start: () => timeline.showStart(), "show-all": () => timeline.showAll(),
+    "copy-image": image.copy, "save-image": image.save,
   };
   for (const [id, press] of Object.entries(buttons)) byId(id).addEventListener("click", press);
-  for (const kind of Object.keys(KINDS).filter((kind) => timeline.kinds.has(kind))) {
+  const explain = (name, background, colour) => {
     const swatch = element("span", "swatch");
-    swatch.style.background = `linear-gradient(90deg, var(--${kind}) 50%, var(--${kind}-odd) 50%)`;
-    byId("legend").append(element("li", "", swatch, KINDS[kind].name));
-  }
-  const idle = element("span", "swatch");
-  idle.style.background = "var(--track)";
-  byId("legend").append(element("li", "", idle, "Idle"));
+    swatch.style.background = background;
+    byId("legend").append(element("li", "", swatch, name));
+    legend.push([name, colour]);
+  };
+  for (const kind of Object.keys(KINDS).filter((kind) => timeline.kinds.has(kind)))
+    explain(KINDS[kind].name, `linear-gradient(90deg, var(--${kind}) 50%, var(--${kind}-odd) 50%)`, kind);
+  explain("Idle", "var(--track)", "track");
   for (const { origin, gap_s } of content.traces) {
     if (gap_s) byId("timeline").before(element("p", "note", `Of the ${origin} timeline only both ends are kept: nothing is shown from ${showSeconds(gap_s[0])} to ${showSeconds(gap_s[1])}.`));
   }
@@ -107,6 +135,7 @@ window.penstock = {
   visible: () => timeline.visible(),
   zoom: (factor) => timeline.zoom(factor),
   showAll: () => timeline.showAll(),
+  shift: () => timeline.traces[1].shift,
   hit: (trace, worker, time_s) => timeline.hit(trace, worker, time_s),
 };
 document.documentElement.dataset.ready = "true";

@@ -4,25 +4,6 @@
 
 // ---- drawings of a section
 
-const { namespaceURI: SVG } = byId("drawing").content.querySelector("svg");
-
-function svgIn(card, className, label) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("class", className);
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", label);
-  card.append(svg);
-  return svg;
-}
-
-// In words, for those who cannot see the line.
-function inWords(name, ys, show) {
-  const numbers = numbersIn(ys);
-  if (!numbers.length) return `${name}: no values`;
-  const [low, high] = extremes(numbers);
-  return `${name}: ${show(numbers[0])} at first, ${show(numbers[numbers.length - 1])} at last, between ${show(low)} and ${show(high)}`;
-}
-
 function chartIn(card, name, chart) {
   const svg = svgIn(card, "chart", inWords(name, chart.ys, chart.showY));
   return () => drawChart(svg, chart, showTooltip);
@@ -57,7 +38,7 @@ function fillUses(card) {
   for (const [use, name] of USES.filter(([use]) => use !== "sync" || syncs)) legend.append(element("li", "", element("span", `swatch ${use}`), name));
   card.append(legend);
   const draw = [];
-  const head = ["Worker", "Measured", "Bubble", "Simulated", "Bubble", ...(course ? ["Computing over time"] : [])];
+  const head = ["Worker", "Measured", "Bubble", "Simulated", "Simulated bubble", ...(course ? ["Computing over time"] : [])];
   const rows = workers.map((worker, i) => {
     const [measured, predicted] = [uses(worker, "measured"), uses(worker, "predicted")];
     const cells = [useBar(measured), cell(percent(measured.idle)), useBar(predicted), cell(percent(predicted.idle), "quiet")];
@@ -78,17 +59,18 @@ function fillUses(card) {
 function fillComparison(card) {
   const { samples_per_s, minibatch_s, utilisation, kinds, workers } = content.comparison;
   const columns = () => [heading("predicted", { className: "group" }), heading("measured"), heading("ratio")];
-  card.append(scrolling("Whole pipeline", table("narrow", [row(heading("Whole pipeline"), ...columns())], [
+  card.append(scrolling("Whole pipeline", table("narrow compared", [row(heading("Whole pipeline"), ...columns())], [
     row(rowHeading("Samples per second"), ...compared(samples_per_s, significant, true)),
     row(rowHeading("Time per minibatch"), ...compared(minibatch_s, showSeconds, false)),
     row(rowHeading("Mean utilisation"), ...compared(utilisation, percent, true)),
   ])));
+  card.append(element("p", "note phone", "From left to right: predicted, measured, ratio."));
   const groups = kinds.map((kind) => KINDS[kind]?.name ?? kind);
   const head = [
     row(heading("Worker", { tall: 2 }), ...groups.map((name) => heading(name, { span: 3, className: "group" }))),
     row(...groups.flatMap(columns)),
   ];
-  card.append(scrolling("By worker", table("dense", head, workers.map((worker) => row(
+  card.append(scrolling("By worker", table("dense compared by-kind", head, workers.map((worker) => row(
     workerHeading(worker.name), ...kinds.flatMap((kind) => compared(worker.seconds[kind], showSeconds, false)),
   )))));
 }
@@ -110,12 +92,16 @@ function fillThroughput(card) {
 }
 
 function fillMemory(card) {
-  const { at_s, memory_bytes, predicted } = content.course, draw = [];
-  const peaks = memory_bytes.map((ys) => Math.max(0, ...numbersIn(ys))), most = Math.max(...peaks, ...predicted.memory_bytes) * 1.05;
+  const { at_s, memory_bytes, simulated_bytes, predicted } = content.course, draw = [];
+  const peaks = memory_bytes.map((ys) => Math.max(0, ...numbersIn(ys)));
+  const most = Math.max(...peaks, ...simulated_bytes.flat(), ...predicted.memory_bytes) * 1.05;
+  const legend = element("ul", "legend");
+  for (const [kind, name] of [["area", "Measured"], ["line", "Simulated"], ["dashes", "Predicted peak"]]) legend.append(element("li", "", element("span", `swatch ${kind}`), name));
+  card.append(legend);
   const rows = memory_bytes.map((ys, worker) => {
-    const over = element("td", "bar"), level = predicted.memory_bytes[worker], peak = peaks[worker] || null;
-    const svg = svgIn(over, "small", inWords("Memory", ys, showBytes));
-    draw.push(() => drawArea(svg, { xs: at_s, ys, most, level, show: showBytes }, showTooltip));
+    const over = element("td", "bar wide"), level = predicted.memory_bytes[worker], peak = peaks[worker] || null, beside = simulated_bytes[worker] ?? [];
+    const svg = svgIn(over, "small", `${inWords("Memory", ys, showBytes)}; ${inWords("simulated", beside, showBytes)}`);
+    draw.push(() => drawArea(svg, { xs: at_s, ys, beside, most, level, height: 56, show: showBytes }, showTooltip));
     const ratio = peak && level ? peak / level : null;
     return row(workerHeading(content.comparison.workers[worker].name), over, cell(showBytes(level), "quiet"), cell(orMissing(showBytes)(peak)), ratioCell(ratio, false));
   });
@@ -263,12 +249,12 @@ const SECTIONS = [
   { id: "evaluations", title: "Evaluations", has: () => content.evaluations.length, fill: fillEvaluations, note: "Means over the held-out samples." },
   {
     id: "memory", title: "Memory", has: () => content.course?.memory_bytes.some((ys) => numbersIn(ys).length), fill: fillMemory,
-    note: "What each worker's tensors took, the most seen at a time, copies for checkpoints included; the dashed line is the predicted peak.",
+    note: "What each worker's tensors took, the most seen at a time, copies for checkpoints included. The simulated line has the same minibatch at the same place.",
   },
   { id: "plan", title: "Plan", note: planNote, fill: fillPlan },
   {
     id: "graph", title: "Layer graph", fill: fillGraph,
-    note: "The model, stage by stage. A box holds layers that only feed each other in turn; point at anything for its figures.",
+    note: "The model, stage by stage. A box holds layers that only feed each other in turn, or equal blocks that follow each other, with their number. Point at anything for its figures.",
   },
   {
     id: "staleness", title: "Staleness", has: () => content.staleness.length, fill: fillStaleness,

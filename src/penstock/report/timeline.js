@@ -8,50 +8,10 @@ const KINDS = {
   SYNC: { name: "Sync", of: "round" },
   STEP: { name: "Update", of: "round" },
 };
-const START_MICROBATCHES = 12; // what the first view holds
+const VIEW_MICROBATCHES = 12; // what a view of the start or of the steady state holds
 const CROWDED = 0.6; // bars per pixel beyond which bars would only flicker
 const SHARE_PX = 3; // width of the columns that then show shares of time
 const AXIS_PX = 24, HEADING_PX = 26, TRACK_PX = 10;
-
-function significant(value, digits = 3) {
-  if (!value) return "0";
-  const decimals = Math.min(12, Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value)))));
-  return value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
-}
-
-// As penstock.units writes them.
-function showSeconds(seconds, digits = 3) {
-  if (seconds === 0) return "0 s";
-  for (const [unit, size] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]])
-    if (seconds >= size) return `${significant(seconds / size, digits)} ${unit}`;
-  return `${significant(seconds / 1e-9, digits)} ns`;
-}
-
-// On an axis: no more digits than the number needs.
-const showTick = (seconds) => showSeconds(seconds, 4).replace(/\.?0+ /, (zeros) => (zeros.includes(".") ? " " : zeros));
-
-function showBytes(bytes) {
-  for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["KB", 1e3]])
-    if (bytes >= size) return `${significant(bytes / size)} ${unit}`;
-  return `${Math.round(bytes)} B`;
-}
-
-// A step of 1, 2 or 5 times a power of ten, of which about `count` fit in the span.
-function tickStep(span, count) {
-  const rough = span / Math.max(1, count), power = 10 ** Math.floor(Math.log10(rough));
-  return power * ([1, 2, 5].find((times) => times * power >= rough) ?? 10);
-}
-
-// The first place in a non-decreasing array whose value is above the given one.
-function firstAbove(values, limit) {
-  let low = 0, high = values.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle] > limit) high = middle;
-    else low = middle + 1;
-  }
-  return low;
-}
 
 // Typed arrays of one worker's events, in order of start. `reach` is the latest end so far, so that a search finds
 // the first visible event even where events overlap.
@@ -99,9 +59,12 @@ class Timeline {
     this.chosen = null; // { trace, worker, i }
     this.context = canvas.getContext("2d");
     this.onView = onView;
-    this.traces = traces.map((trace) => ({ origin: trace.origin, gap: trace.gap_s, rows: trace.workers.map(unpackWorker) }));
-    const ends = this.traces.flatMap(({ rows }) => rows.map((row) => row.reach[row.count - 1] ?? 0));
-    this.total = Math.max(...ends) || 1e-3;
+    // `shift` is where the beginning of a trace stands on the axis, whose zero is the beginning of the measured one.
+    this.traces = traces.map((trace) => ({
+      origin: trace.origin, gap: trace.gap_s, steady: trace.steady, shift: 0, rows: trace.workers.map(unpackWorker),
+    }));
+    for (const trace of this.traces) trace.end = Math.max(0, ...trace.rows.map((row) => row.reach[row.count - 1] ?? 0));
+    this.align(null);
     const kinds = new Set(this.traces.flatMap(({ rows }) => rows.flatMap((row) => [...new Set(row.kind)])));
     this.kinds = new Set([...Object.keys(KINDS).filter((kind) => kinds.has(kind)), ...kinds]);
     this.layOut();
@@ -110,17 +73,46 @@ class Timeline {
 
   visible() { return [this.from, this.to]; }
 
-  // The first microbatches from end to end: as many as a screen of this width can show readably.
+  // Where the traces stand: with the moments given of each at one place, or if none are given, both from their beginnings.
+  align(moments) {
+    for (const [i, trace] of this.traces.entries()) trace.shift = moments ? moments[0] - moments[i] : 0;
+    this.begin = Math.min(...this.traces.map(({ shift }) => shift));
+    this.total = Math.max(...this.traces.map(({ shift, end }) => shift + end)) - this.begin || 1e-3;
+  }
+
+  // The full pipeline: the same microbatch of both traces at the same place, and those after it.
   reset() {
-    const wanted = this.width < 560 ? START_MICROBATCHES / 3 : START_MICROBATCHES;
-    let end = 0;
-    for (const row of this.traces[0].rows)
-      for (let i = 0; i < row.count; i++)
-        if (row.index[i] < wanted && KINDS[row.kind[i]]?.of !== "round") end = Math.max(end, row.end[i]);
+    const steady = this.traces.map((trace) => trace.steady);
+    if (steady.includes(null)) return this.showStart();
+    this.align(steady.map(({ at_s }) => at_s));
+    const [{ microbatch, at_s: begin }] = steady, end = this.endOf(microbatch, microbatch + this.wanted);
+    this.show(begin - 0.01 * (end - begin), end);
+  }
+
+  // The pipeline as it fills.
+  showStart() {
+    this.align(null);
+    const end = this.endOf(0, this.wanted);
     this.show(0, end && end < 0.9 * this.total ? end : this.total);
   }
 
-  showAll() { this.show(0, this.total); }
+  showAll() {
+    this.align(null);
+    this.show(0, this.total);
+  }
+
+  // As many microbatches as a screen of this width can show readably.
+  get wanted() { return this.width < 560 ? VIEW_MICROBATCHES / 3 : VIEW_MICROBATCHES; }
+
+  // When the last action of any of these microbatches ends, in either trace.
+  endOf(first, after) {
+    let end = 0;
+    for (const { rows, shift } of this.traces)
+      for (const row of rows)
+        for (let i = 0; i < row.count; i++)
+          if (row.index[i] >= first && row.index[i] < after && KINDS[row.kind[i]]?.of !== "round") end = Math.max(end, row.end[i] + shift);
+    return end;
+  }
 
   // A factor above 1 shows less time, in more detail, and keeps the moment `at` where it is.
   zoom(factor, at = (this.from + this.to) / 2) {
@@ -134,7 +126,7 @@ class Timeline {
 
   show(from, to) {
     const span = Math.min(to - from, this.total);
-    this.from = Math.max(0, Math.min(from, this.total - span));
+    this.from = Math.max(this.begin, Math.min(from, this.begin + this.total - span));
     this.to = this.from + span;
     this.redraw();
   }
@@ -148,7 +140,7 @@ class Timeline {
   // What lies under a point of the canvas: the trace and worker of that row and the moment.
   locate(x, y) {
     const lane = this.lanes.find(({ top }) => y >= top - 1 && y < top + this.pitch);
-    return lane && x >= this.left ? { ...lane, x, time: this.timeAt(x) } : null;
+    return lane && x >= this.left ? { ...lane, x, time: this.timeAt(x) - this.traces[lane.trace].shift } : null;
   }
 
   // The moment of a mark within a few pixels, if there is one.
@@ -177,11 +169,12 @@ class Timeline {
     const place = this.lanes.findIndex(({ trace, worker }) => trace === at.trace && worker === at.worker);
     const lane = this.lanes[Math.max(0, Math.min(this.lanes.length - 1, place + (this.chosen ? lanes : 0)))];
     if (!lane.row.count) return this.describeChosen();
-    const before = this.lanes[place].row, time = at.i < 0 ? this.from : before.start[at.i];
+    const before = this.lanes[place].row, { shift } = this.traces[lane.trace];
+    const time = (at.i < 0 ? this.from : before.start[at.i] + this.traces[at.trace].shift) - shift;
     const same = lane.row === before && at.i >= 0;
     const i = same ? at.i + actions : Math.max(0, firstAbove(lane.row.start, time) - 1);
     this.chosen = { trace: lane.trace, worker: lane.worker, i: Math.max(0, Math.min(lane.row.count - 1, i)) };
-    const start = lane.row.start[this.chosen.i], end = lane.row.end[this.chosen.i];
+    const start = lane.row.start[this.chosen.i] + shift, end = lane.row.end[this.chosen.i] + shift;
     if (end > this.to || start < this.from) this.pan((start + end - this.from - this.to) / 2);
     this.redraw();
     return this.describeChosen();
@@ -192,7 +185,7 @@ class Timeline {
   get secondsPerPixel() { return (this.to - this.from) / (this.width - this.left); }
 
   // Sizes and places of everything; again whenever the width or the colours change.
-  layOut() {
+  layOut(ratio = window.devicePixelRatio || 1) {
     const styles = getComputedStyle(document.documentElement);
     this.colour = (name) => styles.getPropertyValue(`--${name}`);
     this.font = getComputedStyle(document.body).fontFamily;
@@ -210,7 +203,6 @@ class Timeline {
     });
     this.bottom = top + 4;
     this.height = this.bottom + AXIS_PX + TRACK_PX;
-    const ratio = window.devicePixelRatio || 1;
     this.canvas.style.height = `${this.height}px`;
     this.canvas.width = Math.round(this.width * ratio);
     this.canvas.height = Math.round(this.height * ratio);
@@ -278,17 +270,18 @@ class Timeline {
     context.fillStyle = this.colour("track");
     context.fillRect(this.left, top, this.width - this.left, this.barHeight);
     context.globalAlpha = 1;
-    this.drawGap(this.traces[trace].gap, top);
-    const first = firstAbove(row.reach, this.from), last = firstAbove(row.start, this.to);
-    if (last - first > CROWDED * (this.width - this.left)) this.drawShares(row, first, last, top);
-    else this.drawBars(row, first, last, top);
+    const { gap, shift } = this.traces[trace];
+    if (gap) this.drawGap(gap[0] + shift, gap[1] + shift, top);
+    const first = firstAbove(row.reach, this.from - shift), last = firstAbove(row.start, this.to - shift);
+    if (last - first > CROWDED * (this.width - this.left)) this.drawShares(row, first, last, top, shift);
+    else this.drawBars(row, first, last, top, shift);
     context.restore();
   }
 
   // Slanted lines where nothing is known, which is not the same as idle.
-  drawGap(gap, top) {
-    if (!gap || gap[1] < this.from || gap[0] > this.to) return;
-    const { context } = this, left = Math.max(this.left, this.xOf(gap[0])), right = Math.min(this.width, this.xOf(gap[1]));
+  drawGap(begin, end, top) {
+    if (end < this.from || begin > this.to) return;
+    const { context } = this, left = Math.max(this.left, this.xOf(begin)), right = Math.min(this.width, this.xOf(end));
     context.strokeStyle = this.colour("line");
     context.lineWidth = 2;
     context.beginPath();
@@ -301,13 +294,13 @@ class Timeline {
     context.stroke();
   }
 
-  drawBars(row, first, last, top) {
+  drawBars(row, first, last, top, shift) {
     const { context } = this, height = this.barHeight;
     context.font = `${Math.min(11.5, height - 3)}px ${this.font}`;
     context.textAlign = "center";
     let covered = -1;
     for (let i = first; i < last; i++) {
-      const left = Math.max(this.left - 1, this.xOf(row.start[i])), right = Math.min(this.width + 1, this.xOf(row.end[i]));
+      const left = Math.max(this.left - 1, this.xOf(row.start[i] + shift)), right = Math.min(this.width + 1, this.xOf(row.end[i] + shift));
       if (right - left < 1 && Math.floor(left) === covered) continue; // its pixel is drawn already
       const [even, odd, ink] = this.palette[row.kind[i]];
       context.fillStyle = row.index[i] % 2 ? odd : even;
@@ -322,13 +315,13 @@ class Timeline {
   }
 
   // Too many bars to tell apart: each column is filled from below with every kind's share of its time.
-  drawShares(row, first, last, top) {
+  drawShares(row, first, last, top, shift) {
     this.crowded = true;
     const columns = Math.ceil((this.width - this.left) / SHARE_PX), seconds = SHARE_PX * this.secondsPerPixel;
     const shares = {};
     for (const kind of this.kinds) shares[kind] = new Float64Array(columns);
     for (let i = first; i < last; i++) {
-      const start = (row.start[i] - this.from) / seconds, end = (row.end[i] - this.from) / seconds;
+      const start = (row.start[i] + shift - this.from) / seconds, end = (row.end[i] + shift - this.from) / seconds;
       const share = shares[row.kind[i]];
       for (let c = Math.max(0, Math.floor(start)); c < Math.min(columns, end); c++)
         share[c] += Math.min(end, c + 1) - Math.max(start, c);
@@ -379,8 +372,9 @@ class Timeline {
     if (!this.chosen) return;
     const { trace, worker, i } = this.chosen, { context } = this;
     const { row, top } = this.lanes.find((lane) => lane.trace === trace && lane.worker === worker);
-    if (row.end[i] < this.from || row.start[i] > this.to) return;
-    const left = Math.max(this.left, this.xOf(row.start[i])), right = Math.min(this.width, Math.max(left + 3, this.xOf(row.end[i])));
+    const start = row.start[i] + this.traces[trace].shift, end = row.end[i] + this.traces[trace].shift;
+    if (end < this.from || start > this.to) return;
+    const left = Math.max(this.left, this.xOf(start)), right = Math.min(this.width, Math.max(left + 3, this.xOf(end)));
     context.strokeStyle = this.colour("card");
     context.lineWidth = 4;
     context.strokeRect(left, top, right - left, this.barHeight);
@@ -401,8 +395,54 @@ class Timeline {
     pill(this.left, length);
     const width = Math.max(8, (length * (this.to - this.from)) / this.total);
     context.fillStyle = this.colour("muted");
-    pill(Math.min(this.left + (length * this.from) / this.total, this.width - width), width);
+    pill(Math.min(this.left + (length * (this.from - this.begin)) / this.total, this.width - width), width);
   }
+
+  // The view as an image of its own: words above, the legend below, at twice the screen's resolution.
+  picture(title, text, legend) {
+    this.layOut(2);
+    this.draw();
+    const image = document.createElement("canvas"), context = image.getContext("2d"), pad = 18, line = 17;
+    context.font = `13px ${this.font}`;
+    const lines = wrapped(context, text, this.width), top = pad + 26 + lines.length * line + 8;
+    const rows = this.height - TRACK_PX;
+    image.width = 2 * (this.width + 2 * pad);
+    image.height = 2 * (top + rows + 24 + pad);
+    context.scale(2, 2);
+    context.fillStyle = this.colour("card");
+    context.fillRect(0, 0, image.width, image.height);
+    context.textBaseline = "top";
+    context.fillStyle = this.colour("ink");
+    context.font = `650 17px ${this.font}`;
+    context.fillText(fit(context, title, this.width), pad, pad);
+    context.font = `13px ${this.font}`;
+    context.fillStyle = this.colour("muted");
+    lines.forEach((words, i) => context.fillText(words, pad, pad + 26 + i * line));
+    context.drawImage(this.canvas, 0, 0, this.canvas.width, rows * 2, pad, top, this.width, rows);
+    let x = pad;
+    context.textBaseline = "middle";
+    for (const [name, colour] of legend) {
+      context.fillStyle = this.colour(colour);
+      context.fillRect(x, top + rows + 12, 16, 11);
+      context.fillStyle = this.colour("ink");
+      context.fillText(name, x + 22, top + rows + 18);
+      x += 40 + context.measureText(name).width;
+    }
+    this.layOut();
+    this.draw();
+    return image;
+  }
+}
+
+// The words of a text in lines of this width.
+function wrapped(context, text, width) {
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    const longer = `${lines[lines.length - 1]} ${word}`.trim();
+    if (context.measureText(longer).width <= width) lines[lines.length - 1] = longer;
+    else lines.push(word);
+  }
+  return lines.filter(Boolean).map((each) => fit(context, each, width));
 }
 
 function fit(context, text, width) {
@@ -427,7 +467,7 @@ function steer(timeline, onPoint, onChoose) {
     onPoint(timeline.locate(x, y), event);
   };
   const seek = (x) => {
-    const middle = ((x - timeline.left) / (timeline.width - timeline.left)) * timeline.total;
+    const middle = timeline.begin + ((x - timeline.left) / (timeline.width - timeline.left)) * timeline.total;
     timeline.pan(middle - (timeline.from + timeline.to) / 2);
   };
   canvas.addEventListener("wheel", (event) => {

@@ -66,7 +66,7 @@ def explain(plan: Plan, measured: Trace, simulated: Trace) -> Explanation:
         f"{cause} {_signed(direction * more_s[cause])}" for cause in others if more_s[cause] > WORTH_SAYING * total_s
     ]
     also = f"; also {', '.join(named)}" if named else ""
-    why = _in_words(main, *spent[main], _slowdowns(measured, simulated), worker, measured.workers)
+    why = _in_words(main, *spent[main], slowdowns(measured, simulated), worker, measured.workers)
     share = f"{_signed(direction * more_s[main])} of {_signed(direction * total_s)} per minibatch"
     faster = "faster" if off > 0 else "slower"
     return Explanation(
@@ -75,12 +75,12 @@ def explain(plan: Plan, measured: Trace, simulated: Trace) -> Explanation:
 
 
 def _in_words(
-    cause: str, before_s: float, after_s: float, slowdowns: Mapping[int, float], worker: int, names: Sequence[str]
+    cause: str, before_s: float, after_s: float, times: Mapping[int, float], worker: int, names: Sequence[str]
 ) -> str:
     """A clause with numbers per minibatch."""
     instead = f"{show_seconds(after_s)} instead of {show_seconds(before_s)}"
     if cause == COMPUTING:
-        here, others = slowdowns[worker], [ratio for each, ratio in slowdowns.items() if each != worker]
+        here, others = times[worker], [ratio for each, ratio in times.items() if each != worker]
         if all(abs(ratio - here) <= abs(here - 1) / 2 for ratio in others):
             return f"every action took {here:.2f} times its predicted time: the machine"
         return f"the actions of {names[worker]} took {here:.2f} times their predicted time, others {median(others):.2f}"
@@ -99,7 +99,7 @@ def _signed(seconds: float) -> str:
     return f"{'+' if seconds >= 0 else '-'}{show_seconds(abs(seconds))}"
 
 
-def _slowdowns(measured: Trace, simulated: Trace) -> dict[int, float]:
+def slowdowns(measured: Trace, simulated: Trace) -> dict[int, float]:
     """Of each worker that computes, what one of its actions took beside what was predicted, by the mean."""
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
     found = {}

@@ -17,6 +17,8 @@ class Verdict:
     """computing, averaging, link or waiting"""
     share: float
     """of the time in which that is busy"""
+    subject: str
+    """what that is, in short: ``Stage 1``"""
     text: str
 
 
@@ -39,6 +41,7 @@ def _stage(played: Simulation, stage: int) -> Verdict:
         return Verdict(
             "averaging",
             computing + averaging,
+            f"Averaging at stage {stage}",
             f"{where} sets the pace, averaging gradients {averaging:.0%} of the time and computing {computing:.0%}: "
             "fewer replicas, more microbatches to an update or more bandwidth would help.",
         )
@@ -46,6 +49,7 @@ def _stage(played: Simulation, stage: int) -> Verdict:
     return Verdict(
         "computing",
         computing + averaging,
+        f"Stage {stage}",
         f"{where} sets the pace, computing {computing:.0%} of the time{also}: faster devices, another replica or "
         "fewer layers there would help.",
     )
@@ -56,10 +60,12 @@ def _link(played: Simulation, link: LinkLoad) -> Verdict:
     cluster = played.plan.cluster
     devices = [device for device in played.plan.devices if cluster.member(place.level, device) == place.member]
     whose = f"device{'s' if len(devices) > 1 else ''} {show_numbers(devices)}"
+    subject = f"The link {'out of' if place.out else 'into'} {whose}"
     return Verdict(
         "link",
         share,
-        f"The link {'out of' if place.out else 'into'} {whose} (level {place.level}, "
+        subject,
+        f"{subject} (level {place.level}, "
         f"{write_bytes_per_s(link.bytes_per_s)}) sets the pace, full {share:.0%} of the time: more bandwidth, "
         "compression or a cut where less crosses would help.",
     )
@@ -75,6 +81,7 @@ def _waiting(played: Simulation) -> Verdict:
     return Verdict(
         "waiting",
         idle,
+        "Waiting",
         f"No stage and no link is busy for even half of the time; workers wait for each other {idle:.0%} of it, while "
         f"the pipeline fills and drains or messages are on their way: {cure} would help.",
     )

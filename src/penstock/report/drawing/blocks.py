@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from penstock.plan import Plan
+from penstock.report.drawing.folds import Fold, find_folds
 
 Row = tuple[int, ...]
 """Layers that are shown together, in the graph's order."""
@@ -21,6 +22,8 @@ Row = tuple[int, ...]
 class Block:
     stage: int
     rows: tuple[Row, ...]
+    fold: Fold | None = None
+    """The equal blocks that are drawn as this one. Each row then has the layers of all of them, block by block."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -45,8 +48,19 @@ class BlockGraph:
 
     def with_rows_of(self, size: int, seconds: Mapping[int, float]) -> BlockGraph:
         """The same blocks with up to ``size`` layers to a row."""
-        nodes = (replace(n, rows=_joined(n.layers, size, seconds)) if isinstance(n, Block) else n for n in self.nodes)
+        nodes = (_shortened(n, size, seconds) if isinstance(n, Block) else n for n in self.nodes)
         return replace(self, nodes=tuple(nodes))
+
+
+def _shortened(block: Block, size: int, seconds: Mapping[int, float]) -> Block:
+    if block.fold is None:
+        return replace(block, rows=_joined(block.layers, size, seconds))
+    rows, start = [], 0
+    for row in _joined(block.fold.blocks[0], size, seconds):
+        end = start + len(row)
+        rows.append(tuple(layer for each in block.fold.blocks for layer in each[start:end]))
+        start = end
+    return replace(block, rows=tuple(rows))
 
 
 def _joined(layers: Sequence[int], size: int, seconds: Mapping[int, float]) -> tuple[Row, ...]:
@@ -69,10 +83,11 @@ def readable_blocks(plan: Plan, fits: Callable[[BlockGraph], bool]) -> BlockGrap
 
 
 def _from_fine_to_coarse(plan: Plan) -> Iterator[BlockGraph]:
-    """First series are shortened, by threes since so many are a convolution, its norm and its activation; then forks
-    and joins are drawn together with what lies between them, and in the end what only stands side by side.
+    """Equal blocks that follow each other are one from the start. First series are shortened, by threes since so many
+    are a convolution, its norm and its activation; then forks and joins are drawn together with what lies between them,
+    and in the end what only stands side by side.
     """
-    graph = _blocks(plan, [(layer,) for layer in _in_stage_order(plan)])
+    graph = _folded_blocks(plan)
     ids = (layer.id for layer in plan.profile.graph.layers)
     seconds = dict(zip(ids, plan.profile.compute_s(plan.cluster.devices[0].kind), strict=True))
     longest = max(len(node.rows) for node in graph.nodes if isinstance(node, Block))
@@ -93,8 +108,20 @@ def _in_stage_order(plan: Plan) -> list[int]:
     return sorted(plan.profile.graph.order, key=plan.stage_of_layer.__getitem__)
 
 
-def _blocks(plan: Plan, rows: Sequence[Row]) -> BlockGraph:
-    """Rows, given in an order that edges respect, stage by stage; those in series become one block."""
+def _folded_blocks(plan: Plan) -> BlockGraph:
+    """A row for each layer, or for a layer of each of several equal blocks."""
+    folds = {fold.layers: fold for fold in find_folds(plan)}
+    folded = {layer: row for row in folds for layer in row}
+    rows = dict.fromkeys(folded.get(layer, (layer,)) for layer in _in_stage_order(plan))
+    return _blocks(plan, list(rows), folds)
+
+
+def _blocks(plan: Plan, rows: Sequence[Row], folds: Mapping[Row, Fold] | None = None) -> BlockGraph:
+    """Rows, given in an order that edges respect, stage by stage; those in series become one block.
+
+    Rows in ``folds`` are the layers of equal blocks; each becomes a block by itself.
+    """
+    folds = folds or {}
     owner = {layer: index for index, row in enumerate(rows) for layer in row}
     stage = [plan.stage_of_layer[row[0]] for row in rows]
     links = _links(plan, owner)
@@ -108,6 +135,7 @@ def _blocks(plan: Plan, rows: Sequence[Row]) -> BlockGraph:
         target: source
         for source, target in links
         if fan_out[source] == 1 and fan_in[target] == 1 and stage[source] == stage[target]
+        if rows[source] not in folds and rows[target] not in folds
     }
     for row in range(len(rows)):
         if row in follows:
@@ -116,8 +144,15 @@ def _blocks(plan: Plan, rows: Sequence[Row]) -> BlockGraph:
         else:
             block_of[row] = len(series)
             series.append([row])
-    blocks = tuple(Block(stage=stage[each[0]], rows=tuple(rows[row] for row in each)) for each in series)
+    blocks = tuple(_block(stage[each[0]], [rows[row] for row in each], folds) for each in series)
     return _linked(blocks, [(block_of[source], block_of[target]) for source, target in links])
+
+
+def _block(stage: int, rows: Sequence[Row], folds: Mapping[Row, Fold]) -> Block:
+    fold = folds.get(rows[0])
+    if fold is None:
+        return Block(stage=stage, rows=tuple(rows))
+    return Block(stage=stage, rows=tuple(zip(*fold.blocks, strict=True)), fold=fold)
 
 
 def _links(plan: Plan, owner: dict[int, int]) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from penstock.graph import Layer
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.report.drawing.blocks import Row
+from penstock.report.drawing.folds import Fold
 from penstock.report.stages import bottleneck_text, show_memory
 from penstock.units import show_bytes, show_numbers, show_seconds
 
@@ -55,6 +56,19 @@ class RowLabel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FoldLabel:
+    """What stands above the rows of equal blocks that are drawn as one."""
+
+    text: str
+    times: str
+    tooltip: str
+
+    @property
+    def width_px(self) -> float:
+        return text_width_px(self.text) + text_width_px(self.times) + 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryLabel:
     text: str
     num_bytes: float
@@ -86,19 +100,35 @@ class Labels:
         self._all_layers = frozenset(plan.stage_of_layer)
         self._slow = self._costs.bottleneck()
 
-    def row(self, row: Row) -> RowLabel:
-        model, stage = self._costs.model, self._plan.stage_of_layer[row[0]]
-        forward_s, backward_s = self._costs.layers_s(stage, row)
-        sent_bytes = model.forward_bytes(frozenset(row), self._all_layers.difference(row))
-        layers = [self._plan.profile.graph.by_id[layer] for layer in row]
-        text, name = _in_short(layers)
+    def row(self, row: Row, fold: Fold | None = None) -> RowLabel:
+        """With the figures of one block, where ``row`` has the layers of several equal ones; times are means then."""
+        model, stage, times = self._costs.model, self._plan.stage_of_layer[row[0]], len(fold.blocks) if fold else 1
+        forward_s, backward_s = (seconds / times for seconds in self._costs.layers_s(stage, row))
+        one = row[: len(row) // times]
+        sent_bytes = model.forward_bytes(frozenset(one), self._all_layers.difference(one))
+        layers = [self._plan.profile.graph.by_id[layer] for layer in one]
+        within = dict(zip(fold.blocks[0], fold.layer_names, strict=True)) if fold else {}
+        text, name = _in_short(layers, [within.get(layer.id, layer.name) for layer in layers])
         tooltip = (
             *self._in_full(layers),
+            *([f"and the same in {times - 1} more; of one, in the mean:"] if fold else []),
             f"stage {stage}: forward {show_seconds(forward_s)}, backward {show_seconds(backward_s)}",
-            f"parameters {show_bytes(model.parameter_bytes(row))}",
+            f"parameters {show_bytes(model.parameter_bytes(one))}",
             f"output {show_bytes(sent_bytes)} per microbatch",
         )
         return RowLabel(layers=row, text=text, name=name, seconds=forward_s + backward_s, tooltip="\n".join(tooltip))
+
+    def fold(self, fold: Fold) -> FoldLabel:
+        stage, times = self._plan.stage_of_layer[fold.layers[0]], len(fold.blocks)
+        seconds = [show_seconds(each) for each in self._costs.layers_s(stage, fold.layers)]
+        parameters = show_bytes(self._costs.model.parameter_bytes(fold.layers))
+        tooltip = (
+            f"{fold.name}: {times} equal blocks of {len(fold.layer_names)} layers"[:MOST_TOOLTIP],
+            f"stage {stage}: forward {seconds[0]}, backward {seconds[1]} of all together",
+            f"parameters {parameters}",
+        )
+        text = _tail(fold.name, MOST_ROW_PX)
+        return FoldLabel(text=text, times=f"\N{MULTIPLICATION SIGN} {times}", tooltip="\n".join(tooltip))
 
     def _in_full(self, layers: Sequence[Layer]) -> tuple[str, ...]:
         first, last = layers[0], layers[-1]
@@ -148,18 +178,18 @@ class Labels:
         )
 
 
-def _in_short(layers: Sequence[Layer]) -> tuple[str, str]:
+def _in_short(layers: Sequence[Layer], names: Sequence[str]) -> tuple[str, str]:
     """A row's text and the name beside it."""
     kinds = [_short_kind(layer) for layer in layers]
     listed = ", ".join(kinds)
     if len(layers) == 1:
         text = _head(listed, MOST_KIND_PX)
-        name = layers[0].name if layers[0].name != listed else ""
+        name = names[0] if names[0] != listed else ""
     else:
         few = len(layers) <= 3 and text_width_px(listed) <= MOST_ROW_PX
         first, last = (_head(kind, MOST_ROW_PX / 3) for kind in (kinds[0], kinds[-1]))
         text = listed if few else f"{len(layers)} layers: {first} .. {last}"
-        name = _common_scope(layer.name for layer in layers)
+        name = _common_scope(names)
     return text, _tail(name, MOST_ROW_PX - text_width_px(text))
 
 

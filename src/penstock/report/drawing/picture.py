@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from penstock.plan import Plan
 from penstock.report.drawing.blocks import Block, BlockGraph, Delivery, readable_blocks
-from penstock.report.drawing.labels import DeliveryLabel, Labels, RowLabel, StageLabel, text_width_px
+from penstock.report.drawing.labels import DeliveryLabel, FoldLabel, Labels, RowLabel, StageLabel, text_width_px
 from penstock.report.drawing.layered import Edge, Node, Ranked, place, rank_nodes
 
 ROW, BLOCK_EDGE, PILL, LINE = 18.0, 4.0, 19.0, 15.0
@@ -31,6 +31,8 @@ class Box:
     width: float
     height: float
     label: tuple[RowLabel, ...] | DeliveryLabel
+    fold: FoldLabel | None = None
+    """Above the rows of a block that stands for several equal ones."""
 
     @property
     def bottom(self) -> float:
@@ -79,7 +81,8 @@ def make_picture(plan: Plan) -> Picture:
     graph = readable_blocks(plan, _fits)
     labels = Labels(plan)
     node_labels = [_label(labels, node) for node in graph.nodes]
-    ranked = _ranked(graph, [_width(label) for label in node_labels])
+    folds = [labels.fold(node.fold) if isinstance(node, Block) and node.fold else None for node in graph.nodes]
+    ranked = _ranked(graph, list(map(_width, node_labels, folds)))
     bands, tops, heights = _rows(graph, ranked, [labels.stage(stage) for stage in range(len(plan.stages))])
     middles = place(ranked)
     left, right = _extent(ranked, middles)
@@ -94,6 +97,7 @@ def make_picture(plan: Plan) -> Picture:
             width=ranked.nodes[index].width,
             height=_height(node),
             label=node_labels[index],
+            fold=folds[index],
         )
         for index, node in enumerate(graph.nodes)
     )
@@ -120,18 +124,21 @@ def _ranked(graph: BlockGraph, widths: Sequence[float]) -> Ranked:
 
 def _label(labels: Labels, node: Block | Delivery) -> tuple[RowLabel, ...] | DeliveryLabel:
     if isinstance(node, Block):
-        return tuple(map(labels.row, node.rows))
+        return tuple(labels.row(row, node.fold) for row in node.rows)
     return labels.delivery(node.sender.layers, node.stage)
 
 
-def _width(label: tuple[RowLabel, ...] | DeliveryLabel) -> float:
+def _width(label: tuple[RowLabel, ...] | DeliveryLabel, fold: FoldLabel | None) -> float:
     if isinstance(label, DeliveryLabel):
         return text_width_px(label.text) + PILL_PADDING
-    return max(LEAST_BLOCK, BLOCK_PADDING + max(row.width_px for row in label))
+    widths = [row.width_px for row in label] + ([fold.width_px] if fold else [])
+    return max(LEAST_BLOCK, BLOCK_PADDING + max(widths))
 
 
 def _height(node: Block | Delivery) -> float:
-    return ROW * len(node.rows) + 2 * BLOCK_EDGE if isinstance(node, Block) else PILL
+    if isinstance(node, Delivery):
+        return PILL
+    return ROW * (len(node.rows) + (node.fold is not None)) + 2 * BLOCK_EDGE
 
 
 def _rank_heights(graph: BlockGraph, ranked: Ranked) -> list[float]:

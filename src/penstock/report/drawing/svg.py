@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import resources
 
 from penstock.plan import Plan
-from penstock.report.drawing.labels import DeliveryLabel, RowLabel
+from penstock.report.drawing.labels import DeliveryLabel, FoldLabel, RowLabel
 from penstock.report.drawing.picture import BLOCK_EDGE, LINE, ROW, Band, Box, Picture, Wire, make_picture
 from penstock.report.svg import px, safe_text, with_colours
 
@@ -17,6 +17,8 @@ KEY = (
 )
 KEY_HEIGHT = 42.0
 THIN, THICK = 1.6, 5.0
+BAR_HEIGHT = 2.5
+"""Bars stand below the text of their row, so that none runs through a name."""
 
 
 def inline_svg(plan: Plan) -> str:
@@ -107,9 +109,24 @@ def _state(label: DeliveryLabel) -> str:
 
 def _block(box: Box, rows: tuple[RowLabel, ...], slowest_s: float) -> Iterator[str]:
     yield f'<g class="s{box.stage % STAGE_COLOURS}"><rect class="box" {_place(box)} rx="5"/>'
+    top = box.top + BLOCK_EDGE
+    if box.fold is not None:
+        yield from _fold(box.fold, box)
+        top += ROW
     for index, row in enumerate(rows):
-        yield from _row(row, box, box.top + BLOCK_EDGE + index * ROW, slowest_s)
+        yield from _row(row, box, top + index * ROW, slowest_s)
     yield "</g>"
+
+
+def _fold(label: FoldLabel, box: Box) -> Iterator[str]:
+    top, right = box.top + BLOCK_EDGE, box.left + box.width
+    y = px(top + ROW / 2 + 3)
+    size = f'width="{px(box.width - 8)}" height="{px(ROW - 2)}"'
+    yield f'<g class="fold"><title>{safe_text(label.tooltip)}</title>'
+    yield f'<rect class="row" x="{px(box.left + 4)}" y="{px(top)}" {size}/>'
+    yield f'<text class="strong" x="{px(box.left + 8)}" y="{y}">{safe_text(label.text)}</text>'
+    yield f'<text class="strong" text-anchor="end" x="{px(right - 8)}" y="{y}">{safe_text(label.times)}</text>'
+    yield f'<path class="edge" d="M{px(box.left)} {px(top + ROW - 1)}H{px(right)}"/></g>'
 
 
 def _row(row: RowLabel, box: Box, top: float, slowest_s: float) -> Iterator[str]:
@@ -119,9 +136,9 @@ def _row(row: RowLabel, box: Box, top: float, slowest_s: float) -> Iterator[str]
     yield f'<rect class="row" x="{px(left)}" y="{px(top)}" width="{px(width)}" height="{px(ROW)}"/>'
     share = row.seconds / slowest_s if slowest_s else 0.0
     if share * width >= 0.5:
-        size = f'width="{px(share * width)}" height="{px(ROW - 2)}"'
-        yield f'<rect class="bar" x="{px(left)}" y="{px(top + 1)}" {size} rx="2"/>'
-    y = px(top + ROW / 2 + 4)
+        size = f'width="{px(share * (width - 8))}" height="{px(BAR_HEIGHT)}"'
+        yield f'<rect class="bar" x="{px(left + 4)}" y="{px(top + ROW - BAR_HEIGHT)}" {size} rx="1"/>'
+    y = px(top + ROW / 2 + 3)
     name = f'<tspan class="quiet" dx="6">{safe_text(row.name)}</tspan>' if row.name else ""
     yield f'<text x="{px(left + 4)}" y="{y}">{safe_text(row.text)}{name}</text>'
     if row.seconds_text:
