@@ -416,7 +416,6 @@ def test_safetensors_that_finds_no_room_is_known_by_its_number(tmp_path: Path, m
         save_shard(tmp_path / "step-00000006", {"model/w": torch.ones(2)}, None)
     ((error, _),) = caught.value.failures.values()
     assert checkpoint.lacks_room(error)
-    assert "shard-00001.safetensors" in str(error)
 
 
 def test_a_lost_peer_is_left_to_the_pipeline_which_knows_its_name(tmp_path: Path) -> None:

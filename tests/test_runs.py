@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from penstock.profile import Profile
 from penstock.provenance import GitState, Provenance, git_state, provenance_of
 from penstock.run import RunDirectory
 from penstock.runtime import agreement
-from penstock.runtime.agreement import agreed_run
+from penstock.runtime.agreement import agree_on_run
 from penstock.runtime.checkpoint import Checkpoint, commit, directory_of, save_shard
 from penstock.runtime.resume import check_run
 from penstock.runtime.state import state_dict_names
@@ -115,6 +115,24 @@ def test_a_directory_called_latest_of_an_earlier_version_is_set_aside_whole(
     (aside,) = places.RUNS.glob("*-earlier")
     assert [path.name for path in RunDirectory(aside).complete_checkpoints()] == ["step-00000005"]
     assert f"it is now {aside}" in caplog.text
+
+
+def test_a_run_under_way_in_a_directory_called_latest_keeps_it(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with places.open_run(places.RUNS / places.LATEST, "first") as first:
+        first.plan.write_text("{}")
+        places.make_latest(places.new_run("second"))
+        assert first.plan.exists()
+    assert "penstock-runs/latest does not lead to" in caplog.text
+    assert "another run is under way here" in caplog.text
+
+
+def test_a_run_that_was_started_through_latest_stays_where_it_is(here: Path) -> None:
+    first, link = places.new_run("first"), places.RUNS / places.LATEST
+    places.make_latest(first)
+    with places.open_run(link, "again") as again:
+        places.make_latest(places.new_run("second"))
+        again.plan.write_text("{}")
+    assert first.plan.exists()
 
 
 # --- the lock
@@ -328,14 +346,13 @@ class WaitingStore:
             return self._values[key]
 
 
-def agree(workers: int, open_run: agreement.OpenRun) -> list[Path | PenstockError]:
+def agree(workers: int, open_run: Callable[[], RunDirectory]) -> list[Path | PenstockError]:
     """What every worker gets of it."""
     store, everyone = WaitingStore(), threading.Barrier(workers, timeout=20.0)
 
     def work(rank: int) -> Path | PenstockError:
         try:
-            with agreed_run(store, rank, everyone.wait, open_run) as run:
-                return run.path
+            return agree_on_run(store, rank, everyone.wait, open_run).path
         except PenstockError as error:
             return error
 
@@ -343,14 +360,13 @@ def agree(workers: int, open_run: agreement.OpenRun) -> list[Path | PenstockErro
         return list(pool.map(work, range(workers)))
 
 
-@contextlib.contextmanager
-def opened(run: RunDirectory) -> Iterator[RunDirectory]:
+def begun(run: RunDirectory) -> RunDirectory:
     run.begin(one_device_plan(chain_profile([1.0])), provenance_of(run.path / "job.py"))
-    yield run
+    return run
 
 
 def test_all_workers_agree_on_the_directory_that_worker_0_opens(here: Path) -> None:
-    first, *others = agree(3, lambda: opened(places.new_run("train")))
+    first, *others = agree(3, lambda: begun(places.new_run("train")))
     assert isinstance(first, Path)
     assert others == [here / first] * 2
     assert len(list(places.RUNS.iterdir())) == 1
@@ -358,7 +374,7 @@ def test_all_workers_agree_on_the_directory_that_worker_0_opens(here: Path) -> N
 
 def test_all_workers_say_why_worker_0_cannot_open_the_run(tmp_path: Path) -> None:
     with places.in_use(RunDirectory(tmp_path)):
-        found = agree(3, lambda: places.in_use(RunDirectory(tmp_path)))
+        found = agree(3, lambda: places.in_use(RunDirectory(tmp_path)).__enter__())
     assert [type(each) for each in found] == [JobError] * 3
     assert len({str(each) for each in found}) == 1
     assert "another run is under way here" in str(found[0])

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.errors import FormatError, JobError
+from penstock.errors import FormatError, JobError, PenstockError
 from penstock.run import RunDirectory
 
 RUNS = Path("penstock-runs")
@@ -35,13 +35,18 @@ def open_run(path: Path | None, job: str) -> Iterator[RunDirectory]:
 
     A new one that nothing was written to is removed again.
     """
-    run = new_run(job) if path is None else RunDirectory(path)
+    run = new_run(job) if path is None else RunDirectory(_without_links(path))
     try:
         with in_use(run):
             yield run
     finally:
         if path is None:
             _remove_if_unused(run)
+
+
+def _without_links(path: Path) -> Path:
+    """A link, as ``latest`` is one, may lead elsewhere before the run ends."""
+    return path if path.resolve() == path.absolute() else path.resolve()
 
 
 def new_run(job: str, runs: Path = RUNS) -> RunDirectory:
@@ -68,6 +73,7 @@ def _remove_if_unused(run: RunDirectory) -> None:
         if {path.name for path in run.path.iterdir()} <= {run.lock.name}:
             run.lock.unlink(missing_ok=True)
             run.path.rmdir()
+            run.path.parent.rmdir()  # if this was all there is
 
 
 def make_latest(run: RunDirectory) -> None:
@@ -82,15 +88,16 @@ def make_latest(run: RunDirectory) -> None:
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(run.path.name)
         fresh.replace(link)
-    except OSError as error:
-        log.warning("%s is not a link to %s: %s", link, run.path, error.strerror)
+    except (OSError, PenstockError) as error:
+        log.warning("%s does not lead to %s: %s", link, run.path, error)
 
 
 def _set_aside(directory: Path) -> None:
     """Earlier versions kept every run in a directory called ``latest``; what it holds stays, under another name."""
     changed = time.strftime("%Y%m%d-%H%M%S", time.localtime(directory.stat().st_mtime))
-    aside = _new_directory(directory.parent, f"{changed}-earlier")
-    directory.replace(aside)
+    with in_use(RunDirectory(directory)):
+        aside = _new_directory(directory.parent, f"{changed}-earlier")
+        directory.replace(aside)
     log.warning("%s was the directory of an earlier run; it is now %s", directory, aside)
 
 
@@ -122,8 +129,8 @@ def in_use(run: RunDirectory, *, with_launcher: bool = False) -> Iterator[RunDir
         if not with_launcher:
             with contextlib.suppress(OSError):  # it only tells whom to look for
                 file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n")
-                file.flush()
+                holder = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n"
+                os.write(file.fileno(), holder.encode())  # unbuffered: closing the file must not fail for it
         yield run
 
 

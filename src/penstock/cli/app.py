@@ -22,6 +22,7 @@ from penstock.bench import DRAWN, MODULES, run_benchmark
 from penstock.cli import show as shown
 from penstock.errors import FormatError, PenstockError, PlanError, WorkerError
 from penstock.formats import plan_text, read_cluster, read_profile
+from penstock.places import new_run
 from penstock.plan import NO_PREDICTION, Plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
@@ -373,17 +374,19 @@ def emulate(
     dilation: Annotated[
         float | None, typer.Option(help="real seconds for each emulated one; chosen by default, for accuracy")
     ] = None,
-    run: Annotated[Path, typer.Option("--run-dir", help="directory for trace and report")] = Path(
-        "penstock-runs/emulated"
-    ),
+    run: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="directory for trace and report; if not given, a new one in penstock-runs"),
+    ] = None,
     timeout: Timeout = 300.0,
     as_json: Json = False,
 ) -> None:
     """Run a plan on devices that are not here: its workers exchange real messages, computing is a timed wait."""
     from penstock.runtime.emulate import emulate as run_emulated
 
-    directory, loaded = RunDirectory(run), codec.load(Plan, plan)
+    loaded = codec.load(Plan, plan)
     found = run_emulated(loaded, minibatches, dilation=dilation, timeout_s=timeout)
+    directory = new_run(f"{plan.stem}-emulated") if run is None else RunDirectory(run)
     codec.save(loaded, directory.plan)
     codec.save(found.trace, directory.trace)
     codec.save(found.result, directory.result)

@@ -8,7 +8,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -18,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from penstock import codec, places
 from penstock.errors import PenstockError, PlanError
+from penstock.job import Job
 from penstock.plan import Plan
 from penstock.profile import Profile
 from penstock.provenance import provenance_of
@@ -82,18 +84,23 @@ def schedule_for(job_file: Path) -> str:
 
 @contextmanager
 def open_run(job_file: Path, plan_file: Path | None, run: Path | None, resume: Path | None) -> Iterator[RunDirectory]:
-    """The directory of a run that is about to begin: ``run``, or a new one. Wrong input is told before one is made."""
-    job = load_job(job_file)
+    """The directory of a run that is about to begin: ``run``, or a new one. Wrong input is told before it begins."""
+    with places.open_run(run, job_file.stem) as directory:
+        _check_run(job_file, plan_file, directory, resume)
+        yield directory
+
+
+def _check_run(job_file: Path, plan_file: Path | None, run: RunDirectory, resume: Path | None) -> None:
+    job = load_job(job_file)  # not kept: it may be large, and the run long
     if plan_file is not None:
         check_job(job, codec.load(Plan, plan_file))
-    with places.open_run(run, job_file.stem) as directory:
-        check_run(directory, job, resume)
-        del job  # it may be large, and the run long
-        yield directory
+    check_run(run, job, resume)
 
 
 def train(job_file: Path, plan: Plan, run: RunDirectory, options: Options) -> None:
     """Start the workers on this machine and wait; on a signal say where the newest checkpoint is."""
+    if options.tensorboard is not None:
+        check_tensorboard()
     _begin(run, job_file, plan)
     arguments = ["train", str(job_file), str(run.plan), "--run-dir", str(run.path)]
     arguments += ["--timeout", str(options.timeout_s), "--checkpoint-every", str(options.checkpoint_every)]
@@ -103,7 +110,6 @@ def train(job_file: Path, plan: Plan, run: RunDirectory, options: Options) -> No
     if options.init is not None:
         arguments += ["--init", str(options.init)]
     if options.tensorboard is not None:
-        check_tensorboard()
         arguments += ["--tensorboard", str(options.tensorboard)]
     if options.quiet:
         arguments.append("--json")
@@ -127,19 +133,27 @@ def _begin(run: RunDirectory, job_file: Path, plan: Plan) -> None:
 
 def train_here(job_file: Path, plan_file: Path, run: Path | None, options: Options) -> None:
     """Be one worker."""
+    launched = LAUNCHED in os.environ and run is not None
+    open_here = partial(_open_with_launcher, run) if launched else partial(_open_at_worker_0, job_file, run)
+    _as_worker(lambda: train_worker(load_job(job_file), codec.load(Plan, plan_file), options, open_here))
 
-    @contextmanager
-    def opened() -> Iterator[RunDirectory]:
-        """At worker 0: the launcher's directory, or under torchrun one that it opens itself."""
-        if LAUNCHED in os.environ and run is not None:
-            with places.in_use(RunDirectory(run), with_launcher=True) as directory:
-                yield directory
-        else:
-            with open_run(job_file, plan_file, run, options.resume) as directory:
-                _begin(directory, job_file, codec.load(Plan, plan_file))
-                yield directory
 
-    _as_worker(lambda: train_worker(load_job(job_file), codec.load(Plan, plan_file), options, opened))
+def _open_with_launcher(run: Path, *_: object) -> AbstractContextManager[RunDirectory]:
+    """The launcher has looked at everything, and holds the directory too."""
+    return places.in_use(RunDirectory(run), with_launcher=True)
+
+
+@contextmanager
+def _open_at_worker_0(
+    job_file: Path, run: Path | None, job: Job, plan: Plan, resume: Path | None
+) -> Iterator[RunDirectory]:
+    """Under torchrun."""
+    with places.open_run(run, job_file.stem) as directory:
+        check_job(job, plan)
+        check_run(directory, job, resume)
+        _begin(directory, job_file, plan)
+        del job  # its model need not stay whole
+        yield directory
 
 
 def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -18,9 +17,6 @@ KEY = "penstock/run"
 LOOKS, BETWEEN_LOOKS_S = 50, 0.2
 """A network file system may show a new file late."""
 
-OpenRun = Callable[[], AbstractContextManager[RunDirectory]]
-"""Makes the run's directory, or takes a given one, and locks it."""
-
 
 class Store(Protocol):
     """What is used of torch's."""
@@ -30,8 +26,9 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
 
 
-@contextmanager
-def agreed_run(store: Store, rank: int, meet: Callable[[], object], open_run: OpenRun) -> Iterator[RunDirectory]:
+def agree_on_run(
+    store: Store, rank: int, meet: Callable[[], object], open_run: Callable[[], RunDirectory]
+) -> RunDirectory:
     """The directory of the run. If worker 0 cannot open it, all workers raise its error.
 
     ``meet`` returns when all workers have called it: none may end before all have heard.
@@ -39,19 +36,17 @@ def agreed_run(store: Store, rank: int, meet: Callable[[], object], open_run: Op
     if rank != 0:
         told = json.loads(store.get(KEY))
         meet()
-        yield _as_told(told, rank)
-        return
-    with ExitStack() as stack:
-        try:
-            run = stack.enter_context(open_run())
-            told = {"path": str(run.path.absolute()), "provenance": codec.read_text(run.provenance)}
-        except Exception as error:
-            store.set(KEY, json.dumps({"error": type(error).__name__, "words": str(error)}))
-            meet()
-            raise
-        store.set(KEY, json.dumps(told))
+        return _as_told(told, rank)
+    try:
+        run = open_run()
+        told = {"path": str(run.path.absolute()), "provenance": codec.read_text(run.provenance)}
+    except Exception as error:
+        store.set(KEY, json.dumps({"error": type(error).__name__, "words": str(error)}))
         meet()
-        yield run
+        raise
+    store.set(KEY, json.dumps(told))
+    meet()
+    return run
 
 
 def _as_told(told: dict[str, str], rank: int) -> RunDirectory:

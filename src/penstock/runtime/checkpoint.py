@@ -137,7 +137,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
 def _as_os_error(error: SafetensorError, path: Path) -> OSError:
     """safetensors has the system's number in its text alone."""
     found = re.search(r"os error (\d+)", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1])), str(path)) if found else OSError(f"{path}: {error}")
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(f"{path}: {error}")
 
 
 def lacks_room(error: BaseException) -> bool:

@@ -192,7 +192,7 @@ class Keeper:
                 "stay; make room for the next",
                 place,
                 failed.rank,
-                short_reason(failed.error),
+                getattr(failed.error, "strerror", ""),
             )
 
     def _raise(self, failed: _Failure) -> None:

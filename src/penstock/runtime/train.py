@@ -9,8 +9,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,7 @@ from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.record import Mark, Start, Writer
 from penstock.run import Evaluation, Result, RunDirectory
-from penstock.runtime.agreement import OpenRun, agreed_run
+from penstock.runtime.agreement import agree_on_run
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.checkpoint import Checkpoint
 from penstock.runtime.clocks import Clocks, clocks_of
@@ -52,6 +52,9 @@ from penstock.trace import Event, merge
 
 MOST_AT_ONCE = 100_000
 """microbatches times workers"""
+
+OpenRun = Callable[[Job, Plan, Path | None], AbstractContextManager[RunDirectory]]
+"""Makes the directory of a run of this job under this plan, from that checkpoint if any, or takes a given one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +84,11 @@ def train_worker(job: Job, plan: Plan, options: Options, open_run: OpenRun) -> R
 
     Worker 0 opens the directory of the run; returns it, at every worker.
     """
-    with (
-        worker_process(plan, options.timeout_s) as device,
-        agreed_run(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.barrier, open_run) as run,
-    ):
+    with worker_process(plan, options.timeout_s) as device, ExitStack() as stack:
+        store = dist.distributed_c10d._get_default_store()
+        run = agree_on_run(
+            store, dist.get_rank(), dist.barrier, lambda: stack.enter_context(open_run(job, plan, options.resume))
+        )
         groups = sync_groups(plan, together=job.updates_together or job.evaluation is not None)
         links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
         assembly = assemble(
