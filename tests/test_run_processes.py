@@ -156,7 +156,8 @@ def test_a_run_goes_on_while_its_disk_is_full_and_ctrl_c_still_names_the_checkpo
         process.wait()
     newest = run.newest_checkpoint()
     assert newest is not None
-    assert f"stopped, all workers ended; checkpoint {newest}; go on with --resume {newest}" in said.read_text()
+    assert f"stopped, all workers ended; checkpoint {newest}" in said.read_text()
+    assert f"--resume {newest}" in said.read_text()
     assert "No space left on device; training goes on" in said.read_text()
     assert "Traceback" not in said.read_text()
     found = Tensors(newest)
