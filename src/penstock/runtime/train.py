@@ -39,8 +39,9 @@ from penstock.runtime.links import Links, make_links, talking_pairs
 from penstock.runtime.losses import LossLog
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
-from penstock.runtime.memory import MemoryMeter
+from penstock.runtime.memory import MemoryMeter, held_bytes
 from penstock.runtime.progress import Listener, Progress, ProgressLine
+from penstock.runtime.release import Share, release_other_layers
 from penstock.runtime.scalars import Scalars
 from penstock.runtime.state import state_of
 from penstock.runtime.sync import sync_groups
@@ -89,7 +90,6 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
         )
         # gloo also where the workers compute on GPUs: what checkpoints exchange and write is in host memory
         aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s))
-        gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
         _Training(assembly, options, links, save_together(aside), clocks_of(aside)).run()
 
 
@@ -149,10 +149,15 @@ class _Training:
         self.evaluations: tuple[Evaluation, ...] = ()
         self.stopped_early = False
         self._meetings = 0
+        shares = [Share(assembly.splitter, assembly.layers)]
+        if self.evaluator is not None:
+            shares.append(Share(self.evaluator.splitter, self.evaluator.layers))
+        release_other_layers(shares)
 
     def run(self) -> None:
         done = self._start()
         self.progress = self._make_progress(done)
+        gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
         self.clocks.start()
         self._origin_s = self._meet()
         self.worker.clock = lambda: time.perf_counter() - self._origin_s
@@ -183,10 +188,7 @@ class _Training:
                 listeners.append(ProgressLine(start.samples))
             if self.options.tensorboard is not None:
                 listeners.append(Scalars(self.options.tensorboard, start))
-        weights = [
-            parameter for stage in self.worker.stages.values() for parameter in stage.weights.parameters.values()
-        ]
-        memory = MemoryMeter(self.worker.device, sum(parameter.nbytes for parameter in weights))
+        memory = MemoryMeter(self.worker.device, held_bytes(self.worker.device))
         return Progress(self.store, self.rank, len(self.plan.devices), memory, listeners)
 
     def _is_evaluation_due(self, done: Checkpoint) -> bool:
