@@ -40,6 +40,7 @@ from penstock.runtime.losses import LossLog
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
 from penstock.runtime.memory import MemoryMeter, held_bytes
+from penstock.runtime.placement import check_placement
 from penstock.runtime.progress import Listener, Progress, ProgressLine
 from penstock.runtime.release import Share, release_other_layers
 from penstock.runtime.scalars import Scalars
@@ -78,6 +79,7 @@ class Options:
 def train_worker(job: Job, plan: Plan, options: Options) -> None:
     """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
     with worker_process(plan, options.timeout_s) as device:
+        check_placement(plan, device, options.timeout_s)
         groups = sync_groups(plan, together=job.updates_together or job.evaluation is not None)
         links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
         assembly = assemble(
