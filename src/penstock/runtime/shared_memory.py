@@ -93,7 +93,8 @@ class _End:
     def __init__(self, file: MadeFile | OpenedFile, channel: int) -> None:
         self.file, self.address = file, file.address
         control = file.address + channel * _CONTROL_BYTES
-        self.words = memoryview(np.frombuffer((ctypes.c_char * _CONTROL_BYTES).from_address(control), np.uint64))
+        pages = memoryview((ctypes.c_char * _CONTROL_BYTES).from_address(control))
+        self.words = memoryview(np.frombuffer(pages, np.uint64))
         self._syscall = ctypes.CDLL(None).syscall
         self._head_address = ctypes.c_void_p(control + 8 * _HEAD)
 
