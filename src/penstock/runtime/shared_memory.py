@@ -94,7 +94,7 @@ class _End:
         self.file, self.address = file, file.address
         control = file.address + channel * _CONTROL_BYTES
         pages = memoryview((ctypes.c_char * _CONTROL_BYTES).from_address(control))
-        self.words = memoryview(np.frombuffer(pages, np.uint64))
+        self.words = np.frombuffer(pages, np.uint64).data
         self._syscall = ctypes.CDLL(None).syscall
         self._head_address = ctypes.c_void_p(control + 8 * _HEAD)
 
