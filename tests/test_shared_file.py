@@ -17,6 +17,7 @@ import pytest
 
 from penstock.errors import WorkerError
 from penstock.runtime import links
+from penstock.runtime.machine import descriptors_explained
 from penstock.runtime.shared_file import MadeFile, OpenedFile, Place
 from penstock.runtime.shared_memory import Line, is_supported, make_file, open_file
 from penstock.runtime.transport import short_reason
@@ -173,13 +174,24 @@ def no_descriptors_left() -> Iterator[None]:
 
 
 def test_a_worker_without_descriptors_says_so_and_what_to_do() -> None:
-    with (
-        no_descriptors_left(),
-        pytest.raises(WorkerError, match=r"worker 2 has \d+ files open.*ulimit -n 4096") as found,
-    ):
-        links._make_file(2)
+    def make() -> None:
+        with no_descriptors_left(), descriptors_explained():
+            links._make_file()
+
+    with pytest.raises(
+        WorkerError, match=r"worker 0 has \d+ files open, and may open no more; .*ulimit -n 4096"
+    ) as found:
+        make()
     assert isinstance(found.value.__cause__, OSError)
     assert found.value.__cause__.errno == errno.EMFILE
+
+
+def test_a_library_without_descriptors_is_explained_too_and_other_errors_are_left_alone() -> None:
+    """gloo's is a RuntimeError."""
+    with pytest.raises(WorkerError, match="may open no more"), descriptors_explained():
+        raise RuntimeError("[enforce fail at loop.cc:105] fd_ != -1. -1 vs -1. epoll_create: Too many open files")
+    with pytest.raises(RuntimeError, match="another"), descriptors_explained():
+        raise RuntimeError("another")
 
 
 def test_a_reason_without_a_message_is_its_kind() -> None:

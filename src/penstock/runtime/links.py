@@ -6,7 +6,6 @@ import errno
 import itertools
 import json
 import math
-import resource
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +122,7 @@ def _open_lines(board: _Board, pairs: Sequence[Pair]) -> dict[int, Line]:
     board.tell("host", host_id() if is_supported() else None)
     peers = [worker for pair in pairs for worker in pair if worker != board.rank]
     near = [peer for peer in peers if is_supported() and board.ask(peer, "host") == host_id()]
-    made = {peer: _make_file(board.rank) for peer in near}
+    made = {peer: _make_file() for peer in near}
     for peer, file in made.items():
         board.tell(f"memory for {peer}", file and file.place)
     opened = {peer: _open_file(board, peer) for peer in near}
@@ -137,11 +136,12 @@ def _open_lines(board: _Board, pairs: Sequence[Pair]) -> dict[int, Line]:
     return lines
 
 
-def _make_file(rank: int) -> MadeFile | None:
+def _make_file() -> MadeFile | None:
     try:
         return make_file()
     except OSError as error:
-        _check_descriptors(error, rank)
+        if error.errno == errno.EMFILE:
+            raise  # without descriptors gloo would not work either
         return None  # no memory to share
 
 
@@ -153,18 +153,9 @@ def _open_file(board: _Board, peer: int) -> OpenedFile | None:
     try:
         return open_file(place)
     except OSError as error:
-        _check_descriptors(error, board.rank)
+        if error.errno == errno.EMFILE:
+            raise
         return None  # another container, or not allowed
-
-
-def _check_descriptors(error: OSError, rank: int) -> None:
-    """Without descriptors gloo would not work either."""
-    if error.errno == errno.EMFILE:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise WorkerError(
-            f"worker {rank} has {limit} files open, and may open no more; raise the limit where workers are started "
-            f"(ulimit -n {max(4096, 4 * limit)})"
-        ) from error
 
 
 def _memory_is_faster(board: _Board, pair: Pair, base: Transport, through_memory: Transport) -> bool:

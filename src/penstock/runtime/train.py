@@ -37,7 +37,7 @@ from penstock.runtime.handed_in import edge_errors, of_stage, on_one_clock, per_
 from penstock.runtime.keeper import Keeper, Save, save_together
 from penstock.runtime.links import Links, make_links, talking_pairs
 from penstock.runtime.losses import LossLog
-from penstock.runtime.machine import share_of_machine
+from penstock.runtime.machine import descriptors_explained, share_of_machine
 from penstock.runtime.measure import device_kind
 from penstock.runtime.memory import MemoryMeter, held_bytes
 from penstock.runtime.placement import check_placement
@@ -112,7 +112,7 @@ def worker_process(plan: Plan, timeout_s: float) -> Iterator[torch.device]:
 def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
     """A share of the machine and a place among the workers that were started together."""
     local, local_workers = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with share_of_machine(threads, local, local_workers) as device:
+    with descriptors_explained(), share_of_machine(threads, local, local_workers) as device:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
         yield device
     # Only a worker that has done its part says goodbye: one that fails reports first, and its exit tells the others.
