@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from penstock.errors import WorkerError
-from penstock.runtime import links
+from penstock.runtime import links, shared_memory
 from penstock.runtime.payload import TensorLayout, decode_header, encode_header
-from penstock.runtime.shared_memory import MOST_BYTES, PIECE_BYTES, Outlet, SharedMemoryTransport
+from penstock.runtime.shared_memory import MOST_BYTES, PIECE_BYTES, SharedMemoryTransport
 from penstock.runtime.transport import LocalExchange, LocalTransport, TorchTransport, Transport
 from penstock.schedule import Kind
 
@@ -123,7 +123,7 @@ def over_torch(rank: int) -> Transport:
 
 
 def over_shared_memory(rank: int, most_bytes: int = MOST_BYTES) -> Transport:
-    with patch.object(links, "_make_outlets", lambda: {kind: Outlet(most_bytes) for kind in (F, B, Kind.SYNC)}):
+    with patch.object(shared_memory, "MOST_BYTES", most_bytes):
         lines = links._open_lines(links._Board(rank, 30.0), [BOTH])
     assert lines
     return SharedMemoryTransport(TorchTransport([BOTH]), lines, rings=[BOTH])
@@ -266,7 +266,7 @@ def what_is_chosen(transport: Transport) -> list[str]:
 
 
 def what_is_chosen_without_memory(transport: Transport) -> list[str]:
-    with patch.object(links, "Outlet", side_effect=OSError):
+    with patch.object(links, "make_file", side_effect=OSError):
         return what_is_chosen(transport)
 
 

@@ -196,6 +196,18 @@ class Cluster:
     def host(self, device: int) -> int:
         return device // self.reach[0]
 
+    @cached_property
+    def has_hosts(self) -> bool:
+        """Whether a group of the innermost level is one host for certain: a single level may also join hosts that have
+        one device each, unless its devices share memory or cores."""
+        return self.reach[0] < len(self.devices) or self.levels[0].ring_by_workers or self.cores is not None
+
+    def start_order(self, device: int) -> tuple[int, int]:
+        """Sorts devices as workers are started on them: host by host, and unequal ones of a host in their order."""
+        host, size = self.host(device), self.reach[0]
+        is_uneven = len(set(self.devices[host * size : (host + 1) * size])) > 1
+        return host, device if is_uneven else 0
+
     def member(self, level: int, device: int) -> int:
         """Which of those that a level joins has the device: itself, at the innermost, or a group of the level below."""
         return device // self.reach[level - 1] if level else device

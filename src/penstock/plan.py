@@ -171,8 +171,10 @@ class Plan:
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """The device of each worker."""
-        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
+        """The device of each worker. Workers are numbered host by host, as launchers start them; on a host stage by
+        stage or, where its devices differ, in the order of the devices."""
+        found = dict.fromkeys(device for stage in self.stages for device in stage.devices)
+        return tuple(sorted(found, key=self.cluster.start_order))
 
     @property
     def shares_workers(self) -> bool:
@@ -181,7 +183,7 @@ class Plan:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """Workers numbered stage by stage, and what they read from each other."""
+        """The workers of each stage, and what stages read from each other."""
         worker_on = {device: worker for worker, device in enumerate(self.devices)}
         owner = self.stage_of_layer
         reads: list[set[int]] = [set() for _ in self.stages]

@@ -138,6 +138,11 @@ class Assembly:
     """of each of the worker's stages"""
     blueprint: Blueprint
 
+    @property
+    def layers(self) -> list[int]:
+        """Those that this worker runs."""
+        return [layer for index in self.worker.stages for layer in self.plan.stages[index].layers]
+
     def segment(self, epoch: Epoch, first_microbatch: int = 0, first_round: int = 0) -> Segment:
         return Segment(
             schedule=self.plan.schedule_for(epoch.minibatches),

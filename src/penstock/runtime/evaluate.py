@@ -59,6 +59,8 @@ class Evaluator:
             sources[target].append(source)
         self.pipeline = replace(plan.pipeline, reads=tuple(tuple(sources[s]) for s in range(len(stages))))
         rebuild, keyed = self.splitter.captured.rebuild_output, keyed_loss(job)
+        self.layers = [layer for index in trained.stages for layer in stages[index]]
+        """of the evaluation's graph, those that this worker runs"""
         self.stages: dict[int, _EvaluationStage] = {}
         for index, own in trained.stages.items():
             section = self.splitter.section(stages[index])

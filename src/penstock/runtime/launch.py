@@ -57,7 +57,8 @@ def launch_workers(arguments: Sequence[str], workers: int, threads: int) -> None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         kind, reason = _reason(failure)
-        raise kind(f"worker {rank} failed: {reason}; the others were stopped") from None
+        first, *more = reason.splitlines()
+        raise kind("\n".join([f"worker {rank} failed: {first}; the others were stopped", *more])) from None
 
 
 def _reason(failure: object) -> tuple[type[PenstockError], str]:
@@ -70,4 +71,4 @@ def _reason(failure: object) -> tuple[type[PenstockError], str]:
         return WorkerError, f"it ended with exit code {getattr(failure, 'exitcode', '?')}"
     kind, colon, reason = text[0].partition(": ")
     known = getattr(errors, kind, None)
-    return (known, reason) if colon and known else (WorkerError, text[0])
+    return (known, "\n".join([reason, *text[1:]])) if colon and known else (WorkerError, text[0])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
-import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from penstock.errors import WorkerError
 from penstock.plan import Plan
 from penstock.runtime.machine import host_id
-from penstock.runtime.shared_memory import Inlet, Line, Outlet, SharedMemoryTransport, is_supported
+from penstock.runtime.shared_file import MadeFile, OpenedFile, Place
+from penstock.runtime.shared_memory import Line, SharedMemoryTransport, is_supported, make_file, open_file
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.transport import TorchTransport, Transport, short_reason
 from penstock.runtime.trials import Prober
-from penstock.schedule import Kind
 from penstock.survey import Pattern
 
 Pair = tuple[int, int]
@@ -122,31 +122,40 @@ def _open_lines(board: _Board, pairs: Sequence[Pair]) -> dict[int, Line]:
     board.tell("host", host_id() if is_supported() else None)
     peers = [worker for pair in pairs for worker in pair if worker != board.rank]
     near = [peer for peer in peers if is_supported() and board.ask(peer, "host") == host_id()]
-    outlets = {peer: _make_outlets() for peer in near}
-    for peer, made in outlets.items():
-        board.tell(f"outlets for {peer}", {kind.value: [os.getpid(), o.fd, o.token] for kind, o in made.items()})
-    inlets = {peer: _open_inlets(board.ask(peer, f"outlets for {board.rank}")) for peer in near}
+    made = {peer: _make_file() for peer in near}
+    for peer, file in made.items():
+        board.tell(f"memory for {peer}", file and file.place)
+    opened = {peer: _open_file(board, peer) for peer in near}
     for peer in near:
-        board.tell(f"ready for {peer}", bool(outlets[peer] and inlets[peer]))
-    return {
-        peer: Line(outlets[peer], inlets[peer])
-        for peer in near
-        if board.ask(peer, f"ready for {board.rank}") and outlets[peer] and inlets[peer]
-    }
+        board.tell(f"ready for {peer}", made[peer] is not None and opened[peer] is not None)
+    lines = {}
+    for peer, own in made.items():
+        theirs, is_ready = opened[peer], board.ask(peer, f"ready for {board.rank}")
+        if is_ready and own is not None and theirs is not None:
+            lines[peer] = Line.over(own, theirs)
+    return lines
 
 
-def _make_outlets() -> dict[Kind, Outlet]:
+def _make_file() -> MadeFile | None:
     try:
-        return {kind: Outlet() for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SYNC)}
-    except OSError:  # no memory to share
-        return {}
+        return make_file()
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise  # without descriptors gloo would not work either
+        return None  # no memory to share
 
 
-def _open_inlets(places: Mapping[str, Sequence[int]]) -> dict[Kind, Inlet]:
+def _open_file(board: _Board, peer: int) -> OpenedFile | None:
+    word = board.ask(peer, f"memory for {board.rank}")
+    if word is None:
+        return None
+    place = Place.told(word, peer)
     try:
-        return {Kind(kind): Inlet(*place) for kind, place in places.items()}
-    except OSError:  # another container, or not allowed
-        return {}
+        return open_file(place)
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise
+        return None  # another container, or not allowed
 
 
 def _memory_is_faster(board: _Board, pair: Pair, base: Transport, through_memory: Transport) -> bool:

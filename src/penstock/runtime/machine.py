@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, WorkerError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
@@ -42,6 +43,21 @@ def share_of_machine(threads: int, local_rank: int = 0, local_workers: int = 1) 
     finally:
         if cores:
             os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def descriptors_explained() -> Iterator[None]:
+    """Say what to do where this process may open no more files, whoever wanted one: gloo, say, or shared memory."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if "Too many open files" not in str(error):
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise WorkerError(
+            f"worker {os.environ.get('RANK', '0')} has {limit} files open, and may open no more; raise the limit where "
+            f"workers are started (ulimit -n {max(4096, 4 * limit)})"
+        ) from error
 
 
 def cores_for(threads: int, local_workers: int) -> bool:

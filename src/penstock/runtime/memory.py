@@ -1,25 +1,28 @@
-"""How much memory a worker's tensors take, cheaply enough to look at while it trains."""
+"""How much memory a worker's process holds in tensors, cheaply enough to look at while it trains."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 EVERY_S = 0.05
 """A look costs about 40 microseconds on a CPU."""
 
 
 class MemoryMeter:
-    """The most seen since last asked, beginning with the weights that were there before training.
+    """The most seen since last asked, beginning with what the process held before training.
 
-    On a CPU it is what malloc has given out: what a process takes of the machine says little, as it keeps what is
-    freed. It looks at moments, so a peak between two of them passes unseen; a GPU's allocator misses none.
+    On a CPU it then follows what malloc has given out: what a process takes of the machine says little, as it keeps
+    what is freed. It looks at moments, so a peak between two of them passes unseen; a GPU's allocator misses none.
     """
 
-    def __init__(self, device: torch.device, weights_bytes: int) -> None:
-        self.device, self._weights_bytes = device, weights_bytes
+    def __init__(self, device: torch.device, held_bytes: int) -> None:
+        """``held_bytes`` is what the process holds now."""
+        self.device, self._held_bytes = device, held_bytes
         self._in_use = _malloced() if device.type == "cpu" else None
         self._before = self._now()
         self._most: int | None = None
@@ -43,13 +46,29 @@ class MemoryMeter:
 
     def _note(self, in_use: int | None) -> None:
         if in_use is not None and self._before is not None:
-            held = in_use - self._before + self._weights_bytes
+            held = in_use - self._before + self._held_bytes
             self._most = held if self._most is None else max(self._most, held)
 
     def _now(self) -> int | None:
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
         return None if self._in_use is None else self._in_use()
+
+
+def held_bytes(device: torch.device) -> int:
+    """What all tensors of this process take on a device: weights, data, whatever the job has there.
+
+    On a CPU they are looked up among the objects that the garbage collector knows; those that it has frozen are not.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and each.layout is torch.strided:  # type(): a proxy may lie of its class
+            storage = each.untyped_storage()
+            if storage.device.type == device.type:
+                found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
 
 
 class _Mallinfo2(ctypes.Structure):

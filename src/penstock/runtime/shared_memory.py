@@ -1,9 +1,9 @@
 """Messages between workers of one host through memory that both have mapped: one copy in, one copy out, no thread.
 
-Each channel has a file in memory (memfd) that its sender makes and its receiver opens by way of /proc; it never has a
-name, so nothing is left behind however a worker ends, and no mount's size limits it.
+What one worker sends to another goes through one file in memory (``shared_file.py``), with a channel for each kind of
+message:
 
-    control page    | token | head | tail |
+    control pages   | head | tail | descriptors |  ..            one of each channel
     descriptors     | number, offset, capacity, length, total |  .. one per piece of a message, SLOTS in a ring
     buffers         | bytes |  | bytes |  ..                     as many as were ever under way at once
 
@@ -19,7 +19,6 @@ fences where it writes past the cache). Other processors promise less, so ``is_s
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import itertools
 import mmap
 import os
@@ -31,18 +30,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.errors import WorkerError
+from penstock.runtime.shared_file import MadeFile, OpenedFile, Place
 from penstock.runtime.transport import Channel, Pending, Transport
 from penstock.schedule import Kind
 
 SLOTS = 64
 SMALLEST_BUFFER = 2**16
 MOST_BYTES = 2**30
-"""A channel's file grows no further."""
+"""A channel's buffers take no more."""
 PIECE_BYTES = 2**19
 """Of what each of a group sums at a time."""
 SPIN_S = 50e-6
@@ -52,46 +54,49 @@ LOOK_S = 0.05
 NAP_S = 2e-4
 """Between looks for room in a channel that is full."""
 
-_TOKEN, _HEAD, _TAIL, _SLOT, _SLOT_WORDS = 0, 8, 16, 64, 8  # in words of 8 bytes; counters on cache lines of their own
+_HEAD, _TAIL, _SLOT, _SLOT_WORDS = 8, 16, 64, 8  # in words of 8 bytes; counters on cache lines of their own
 _CONTROL_BYTES = 2 * mmap.PAGESIZE
 assert (_SLOT + SLOTS * _SLOT_WORDS) * 8 <= _CONTROL_BYTES
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64
-_SENDER, _RECEIVER = 0, 1
-"""The byte of the file that each end keeps locked while it lives."""
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.SYNC)
+_FIRST_BYTES = len(_KINDS) * (_CONTROL_BYTES + SMALLEST_BUFFER)
+"""Of a file: with one buffer for each channel, whatever comes can pass, piece by piece."""
 
 
 def is_supported() -> bool:
     return sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
 
 
-class _Mapped:
-    """A part of the file, and where it is."""
+def make_file() -> MadeFile:
+    """For what this worker sends to one peer; raises OSError where there is no memory to share."""
+    return MadeFile(_FIRST_BYTES, _most_bytes())
 
-    def __init__(self, fd: int, offset: int, capacity: int) -> None:
-        self.offset, self.capacity = offset, capacity
-        self.memory = mmap.mmap(fd, capacity, offset=offset)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+def open_file(place: Place) -> OpenedFile:
+    """What a peer has made for what it sends to this worker; raises OSError where the two cannot share memory."""
+    return OpenedFile(place, _FIRST_BYTES, _most_bytes())
+
+
+def _most_bytes() -> int:
+    return _FIRST_BYTES + len(_KINDS) * MOST_BYTES
+
+
+class _Buffer(NamedTuple):
+    offset: int
+    """in the file"""
+    capacity: int
 
 
 class _End:
     """What both ends of a channel do."""
 
-    def __init__(self, fd: int, side: int) -> None:
-        self.fd, self._side = fd, side
-        self._control = _Mapped(fd, 0, _CONTROL_BYTES)
-        self.words = memoryview(self._control.memory).cast("Q")
+    def __init__(self, file: MadeFile | OpenedFile, channel: int) -> None:
+        self.file, self.address = file, file.address
+        control = file.address + channel * _CONTROL_BYTES
+        pages = memoryview((ctypes.c_char * _CONTROL_BYTES).from_address(control))
+        self.words = np.frombuffer(pages, np.uint64).data
         self._syscall = ctypes.CDLL(None).syscall
-        self._head_address = ctypes.c_void_p(self._control.address + 8 * _HEAD)
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, side)
-
-    def peer_is_gone(self) -> bool:
-        """The kernel lets go of a process's locks when it ends, however it does."""
-        try:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 - self._side)
-        except OSError:
-            return False
-        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, 1 - self._side)
-        return True
+        self._head_address = ctypes.c_void_p(control + 8 * _HEAD)
 
     def sleep_while_head_is(self, head: int, most_s: float) -> None:
         """The kernel looks at the counter before it lets the caller sleep: a wake-up is never missed."""
@@ -103,23 +108,16 @@ class _End:
 
 
 class Outlet(_End):
-    """The sending end of a channel; makes the file."""
+    """The sending end of a channel."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, _CONTROL_BYTES)
-            super().__init__(fd, _SENDER)
-            self.token = self.words[_TOKEN] = int.from_bytes(os.urandom(8), "little")
-            self._end, self._most_bytes = _CONTROL_BYTES, max(most_bytes, _CONTROL_BYTES + SMALLEST_BUFFER)
-            self._free: list[_Mapped] = []
-            self._head = self._tail = 0
-            self._under_way: deque[_Mapped | None] = deque()
-            self._waiting: deque[_Sent] = deque()
-            self._grow(SMALLEST_BUFFER)  # so that whatever comes can pass, piece by piece
-        except OSError:
-            os.close(fd)
-            raise
+    def __init__(self, file: MadeFile, channel: int) -> None:
+        super().__init__(file, channel)
+        self._grow_file, self._left_bytes = file.grow, MOST_BYTES
+        first = len(_KINDS) * _CONTROL_BYTES + channel * SMALLEST_BUFFER
+        self._free = [_Buffer(first, SMALLEST_BUFFER)]
+        self._head = self._tail = 0
+        self._under_way: deque[_Buffer | None] = deque()
+        self._waiting: deque[_Sent] = deque()
 
     @property
     def is_waiting(self) -> bool:
@@ -147,9 +145,9 @@ class Outlet(_End):
         length = 0
         if buffer is not None:
             length = min(left, buffer.capacity)
-            ctypes.memmove(buffer.address, sent.tensor.data_ptr() + sent.done, length)
+            ctypes.memmove(self.address + buffer.offset, sent.tensor.data_ptr() + sent.done, length)
         slot = _SLOT + self._head % SLOTS * _SLOT_WORDS
-        place = (buffer.offset, buffer.capacity) if buffer else (0, 0)
+        place = buffer or (0, 0)
         for i, word in enumerate((sent.number, *place, length, total)):
             self.words[slot + i] = word
         self._under_way.append(buffer)
@@ -167,7 +165,7 @@ class Outlet(_End):
             if (buffer := self._under_way.popleft()) is not None:
                 self._free.append(buffer)
 
-    def _buffer(self, num_bytes: int) -> _Mapped | None:
+    def _buffer(self, num_bytes: int) -> _Buffer | None:
         """The tightest free one that holds it all, a new one, or else the largest free one."""
         fitting = [buffer for buffer in self._free if buffer.capacity >= num_bytes]
         if not fitting:
@@ -181,29 +179,17 @@ class Outlet(_End):
 
     def _grow(self, num_bytes: int) -> None:
         capacity = -(-num_bytes // SMALLEST_BUFFER) * SMALLEST_BUFFER
-        if self._end + capacity > self._most_bytes:
-            return
-        os.posix_fallocate(self.fd, self._end, capacity)  # an error now rather than a fault at the first touch
-        self._free.append(_Mapped(self.fd, self._end, capacity))
-        self._end += capacity
+        if capacity <= self._left_bytes:
+            self._free.append(_Buffer(self._grow_file(capacity), capacity))
+            self._left_bytes -= capacity
 
 
 class Inlet(_End):
-    """The receiving end of a channel whose sender, another process of this host, has published where to find it."""
+    """The receiving end of a channel."""
 
-    def __init__(self, process: int, fd: int, token: int) -> None:
-        own = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(own).st_size < _CONTROL_BYTES:
-                raise OSError("not the sender's file")
-            super().__init__(own, _RECEIVER)
-            if self.words[_TOKEN] != token:  # process numbers of another container
-                raise OSError("not the sender's file")
-        except OSError:
-            os.close(own)
-            raise
+    def __init__(self, file: OpenedFile, channel: int) -> None:
+        super().__init__(file, channel)
         self._tail = 0
-        self._buffers: dict[int, _Mapped] = {}
         self._posted: deque[_Received] = deque()
 
     def post(self, received: _Received) -> None:
@@ -224,7 +210,7 @@ class Inlet(_End):
 
     def _pull_piece(self, received: _Received) -> None:
         slot = _SLOT + self._tail % SLOTS * _SLOT_WORDS
-        number, offset, capacity, length, total = self.words[slot : slot + 5]
+        number, offset, _, length, total = self.words[slot : slot + 5]
         tensor = received.tensor
         if (number, total) != (received.number, tensor.nbytes):
             raise WorkerError(
@@ -232,9 +218,7 @@ class Inlet(_End):
                 "was expected"
             )
         if length:
-            if offset not in self._buffers:
-                self._buffers[offset] = _Mapped(self.fd, offset, capacity)
-            ctypes.memmove(tensor.data_ptr() + received.done, self._buffers[offset].address, length)
+            ctypes.memmove(tensor.data_ptr() + received.done, self.address + offset, length)
         self._tail += 1
         self.words[_TAIL] = self._tail
         received.done += length
@@ -245,8 +229,21 @@ class Inlet(_End):
 class Line:
     """This worker's ends of the channels it shares with one peer."""
 
+    own: MadeFile
     outlets: Mapping[Kind, Outlet]
     inlets: Mapping[Kind, Inlet]
+
+    @classmethod
+    def over(cls, own: MadeFile, peers: OpenedFile) -> Line:
+        """Through what this worker has made for the peer, and the peer for this worker."""
+        return cls(
+            own,
+            {kind: Outlet(own, channel) for channel, kind in enumerate(_KINDS)},
+            {kind: Inlet(peers, channel) for channel, kind in enumerate(_KINDS)},
+        )
+
+    def peer_is_gone(self) -> bool:
+        return self.own.is_left()
 
 
 @dataclass(frozen=True)
@@ -275,7 +272,8 @@ class SharedMemoryTransport:
         if peer not in self._lines:
             return self._underneath.send(tensor, channel, number)
         self.push()
-        sent = _Sent(self, peer, self._lines[peer].outlets[direction], tensor.detach().contiguous(), number)
+        line = self._lines[peer]
+        sent = _Sent(self, peer, line, line.outlets[direction], tensor.detach().contiguous(), number)
         sent.outlet.post(sent)
         return sent
 
@@ -286,7 +284,8 @@ class SharedMemoryTransport:
         if not tensor.is_contiguous():
             raise WorkerError(f"a tensor of strides {tensor.stride()} cannot be received into; make it contiguous")
         self.push()
-        received = _Received(self, peer, self._lines[peer].inlets[direction], tensor.detach(), number)
+        line = self._lines[peer]
+        received = _Received(self, peer, line, line.inlets[direction], tensor.detach(), number)
         received.inlet.post(received)
         return received
 
@@ -390,6 +389,7 @@ class _Ring:
 class _Sent:
     transport: SharedMemoryTransport
     peer: int
+    line: Line
     outlet: Outlet
     tensor: Tensor
     number: int
@@ -397,7 +397,7 @@ class _Sent:
     over: bool = field(default=False, init=False)
 
     def wait(self, timeout_s: float) -> None:
-        for _ in _looks(self.peer, self.outlet, timeout_s):
+        for _ in _looks(self.peer, self.line, timeout_s):
             self.transport.push()
             if self.over:
                 return
@@ -412,6 +412,7 @@ class _Sent:
 class _Received:
     transport: SharedMemoryTransport
     peer: int
+    line: Line
     inlet: Inlet
     tensor: Tensor
     number: int
@@ -419,7 +420,7 @@ class _Received:
     over: bool = field(default=False, init=False)
 
     def wait(self, timeout_s: float) -> None:
-        for _ in _looks(self.peer, self.inlet, timeout_s):
+        for _ in _looks(self.peer, self.line, timeout_s):
             self.inlet.pull()
             if self.over:
                 return
@@ -438,7 +439,7 @@ class _Received:
             pass
 
 
-def _looks(peer: int, end: _End, timeout_s: float) -> Iterator[None]:
+def _looks(peer: int, line: Line, timeout_s: float) -> Iterator[None]:
     """Time to look again, until the time is up; once more after the peer has gone, for what it left."""
     start_s = looked_s = time.monotonic()
     while True:
@@ -446,7 +447,7 @@ def _looks(peer: int, end: _End, timeout_s: float) -> Iterator[None]:
         now_s = time.monotonic()
         if now_s - looked_s >= min(LOOK_S, timeout_s):
             looked_s = now_s
-            if end.peer_is_gone():
+            if line.peer_is_gone():
                 yield
                 raise WorkerError(f"worker {peer} has ended")
         if now_s - start_s >= timeout_s:

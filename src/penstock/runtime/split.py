@@ -6,7 +6,7 @@ known by the model's own names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -138,6 +138,10 @@ class Splitter:
         """The model's names of the parameters and buffers that a layer uses."""
         return tuple(self._tensors(self.captured.layers[layer].nodes))
 
+    def held_by(self, layers: Iterable[int]) -> Iterator[Tensor]:
+        """The parameters, buffers and constants that these layers use; one that several use comes several times."""
+        return (tensor for layer in layers for tensor in self._held(self.captured.layers[layer].nodes))
+
     def edge_values(self, stages: Sequence[Collection[int]]) -> dict[tuple[int, int], tuple[str, ...]]:
         """For each pair of stages that exchange anything, the names of the values, in the order of the graph."""
         stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
@@ -255,14 +259,13 @@ class Splitter:
         return {name: t for name, t in self._tensors(nodes).items() if isinstance(t, nn.Parameter)}
 
     def _tensors(self, nodes: Iterable[fx.Node]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        named = ((self.captured.canonical_names.get(id(tensor)), tensor) for tensor in self._held(nodes))
+        return {name: tensor for name, tensor in named if name is not None}
+
+    def _held(self, nodes: Iterable[fx.Node]) -> Iterator[Tensor]:
         for node in nodes:
             for holder in (node, *(source for source in node.all_input_nodes if source.op == "get_attr")):
-                for tensor in self._held_by(holder):
-                    name = self.captured.canonical_names.get(id(tensor))
-                    if name is not None:
-                        found[name] = tensor
-        return found
+                yield from self._held_by(holder)
 
     def _held_by(self, node: fx.Node) -> Iterable[Tensor]:
         name = str(node.target)

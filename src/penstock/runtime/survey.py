@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +15,13 @@ from torch import nn
 
 from penstock import codec
 from penstock.cluster import ANY_KIND
-from penstock.errors import ClusterError, WorkerError
+from penstock.errors import ClusterError
 from penstock.runtime.handling import OwnTime
 from penstock.runtime.links import around, make_links
 from penstock.runtime.machine import clock_of_cores, cores_for, host_id
 from penstock.runtime.measure import device_kind
+from penstock.runtime.sharing import share
 from penstock.runtime.train import join_workers
-from penstock.runtime.transport import short_reason
 from penstock.runtime.trials import Prober
 from penstock.runtime.worker import Clock
 from penstock.survey import Pattern, Survey, Timing, Trial, WorkerFacts, conclude, group_hosts, make_trials
@@ -68,20 +66,6 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
         return None
     found = [codec.decode(Timing, item) for part in parts for item in part]
     return conclude(facts, trials, found, backend, by_workers=by_workers)
-
-
-def share(name: str, part: Any, timeout_s: float) -> list[Any]:
-    """Everybody's part, through the store, as JSON; returns when all have given theirs."""
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    keys = [f"penstock/survey/{name}/{worker}" for worker in range(dist.get_world_size())]
-    store.set(keys[rank], json.dumps(part))
-    try:
-        return [json.loads(store.get(key)) for key in keys]
-    except RuntimeError as error:
-        missing = [str(worker) for worker, key in enumerate(keys) if not store.check([key])]
-        raise WorkerError(
-            f"worker {rank} waited for worker {', '.join(missing)} (at most {timeout_s:g} s): {short_reason(error)}"
-        ) from error
 
 
 def _groups(trials: tuple[Trial, ...], everyone: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -38,10 +38,12 @@ from penstock.runtime.handed_in import edge_errors, of_stage, on_one_clock, per_
 from penstock.runtime.keeper import Keeper, Save, save_together
 from penstock.runtime.links import Links, make_links, talking_pairs
 from penstock.runtime.losses import LossLog
-from penstock.runtime.machine import share_of_machine
+from penstock.runtime.machine import descriptors_explained, share_of_machine
 from penstock.runtime.measure import device_kind
-from penstock.runtime.memory import MemoryMeter
+from penstock.runtime.memory import MemoryMeter, held_bytes
+from penstock.runtime.placement import check_placement
 from penstock.runtime.progress import Listener, Progress, ProgressLine
+from penstock.runtime.release import Share, release_other_layers
 from penstock.runtime.scalars import Scalars
 from penstock.runtime.state import state_of
 from penstock.runtime.sync import sync_groups
@@ -85,6 +87,7 @@ def train_worker(job: Job, plan: Plan, options: Options, open_run: OpenRun) -> R
     Worker 0 opens the directory of the run; returns it, at every worker.
     """
     with worker_process(plan, options.timeout_s) as device, ExitStack() as stack:
+        check_placement(plan, device, options.timeout_s)
         store = dist.distributed_c10d._get_default_store()
         run = agree_on_run(
             store, dist.get_rank(), dist.barrier, lambda: stack.enter_context(open_run(job, plan, options.resume))
@@ -101,7 +104,6 @@ def train_worker(job: Job, plan: Plan, options: Options, open_run: OpenRun) -> R
         )
         # gloo also where the workers compute on GPUs: what checkpoints exchange and write is in host memory
         aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s))
-        gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
         _Training(assembly, run, options, links, save_together(aside), clocks_of(aside)).run()
     return run
 
@@ -123,7 +125,7 @@ def worker_process(plan: Plan, timeout_s: float) -> Iterator[torch.device]:
 def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
     """A share of the machine and a place among the workers that were started together."""
     local, local_workers = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with share_of_machine(threads, local, local_workers) as device:
+    with descriptors_explained(), share_of_machine(threads, local, local_workers) as device:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
         yield device
     # Only a worker that has done its part says goodbye: one that fails reports first, and its exit tells the others.
@@ -164,10 +166,15 @@ class _Training:
         self.evaluations: tuple[Evaluation, ...] = ()
         self.stopped_early = False
         self._meetings = 0
+        shares = [Share(assembly.splitter, assembly.layers)]
+        if self.evaluator is not None:
+            shares.append(Share(self.evaluator.splitter, self.evaluator.layers))
+        release_other_layers(shares)
 
     def run(self) -> None:
         done = self._start()
         self.progress = self._make_progress(done)
+        gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
         self.clocks.start()
         self._origin_s = self._meet()
         self.worker.clock = lambda: time.perf_counter() - self._origin_s
@@ -198,10 +205,7 @@ class _Training:
                 listeners.append(ProgressLine(start.samples))
             if self.options.tensorboard is not None:
                 listeners.append(Scalars(self.options.tensorboard, start))
-        weights = [
-            parameter for stage in self.worker.stages.values() for parameter in stage.weights.parameters.values()
-        ]
-        memory = MemoryMeter(self.worker.device, sum(parameter.nbytes for parameter in weights))
+        memory = MemoryMeter(self.worker.device, held_bytes(self.worker.device))
         return Progress(self.store, self.rank, len(self.plan.devices), memory, listeners)
 
     def _is_evaluation_due(self, done: Checkpoint) -> bool:

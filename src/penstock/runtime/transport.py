@@ -113,7 +113,7 @@ class _Transfer:
 
 def short_reason(error: BaseException) -> str:
     """What torch says, without the place in its sources and the advice."""
-    text = str(error).strip().splitlines()[0]
+    text = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return re.sub(r"^\[[^\]]*\] ", "", text).partition(". This is")[0][:200]
 
 

@@ -28,6 +28,7 @@ from penstock.runtime.measure import to_device
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.randomness import drawing, generators_put_back
 from penstock.runtime.reference import Reference, reference_of
+from penstock.runtime.release import Share, release_other_layers
 from penstock.runtime.sync import sync_groups
 from penstock.runtime.train import worker_process
 from penstock.runtime.worker import Segment
@@ -71,6 +72,7 @@ def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> No
         assembly = assemble(
             job, plan, transport=links.transport, clock=time.perf_counter, device=device, timeout_s=timeout_s
         )
+        release_other_layers([Share(assembly.splitter, assembly.layers)])
         save_gradients(assembly, directory)
 
 
