@@ -67,7 +67,19 @@ ClusterText = Annotated[
     ),
 ]
 Microbatches = Annotated[int | None, typer.Option(help="per minibatch, for synchronous schedules; chosen by default")]
-Timeout = Annotated[float, typer.Option(help="seconds after which a worker gives up waiting for another")]
+LONGEST_TIMEOUT_S = 1e7
+
+
+def _check_timeout(seconds: float) -> float:
+    if not 0 < seconds <= LONGEST_TIMEOUT_S:
+        raise FormatError(f"--timeout is {seconds:g}; it must be above 0 and at most {LONGEST_TIMEOUT_S:g} seconds")
+    return seconds
+
+
+Timeout = Annotated[
+    float,
+    typer.Option(callback=_check_timeout, help="seconds after which a worker gives up waiting for another; above 0"),
+]
 
 
 def main() -> None:
@@ -78,7 +90,7 @@ def main() -> None:
     try:
         app()
     except PenstockError as error:
-        sys.stderr.write(f"penstock: {error}\n")
+        sys.stderr.write("\n".join([f"penstock: {error}", *getattr(error, "__notes__", ())]) + "\n")
         sys.exit(1 if isinstance(error, WorkerError) else 2)
 
 
@@ -442,6 +454,8 @@ def train(
         if plan is None:
             raise FormatError("torchrun needs a PLAN: profile and plan once, then give the same file on every host")
         workers.train_here(job, plan, options)
+        if not workers.is_launched():
+            _end_on_this_host(directory, as_json)
         return
     if plan is None:
         from penstock.planner import make_plan
@@ -453,6 +467,18 @@ def train(
         codec.save(made, directory.plan)
         plan = directory.plan
     workers.train(job, plan, options)
+    _show_run(directory, as_json)
+
+
+def _end_on_this_host(directory: RunDirectory, as_json: bool) -> None:
+    """What a worker under torchrun says at the end: worker 0 all there is to say, and of every other host the first."""
+    if os.environ["RANK"] == "0":
+        _show_run(directory, as_json)
+    elif os.environ["LOCAL_RANK"] == "0" and not as_json:
+        typer.echo(f"the workers of this host are done; worker 0 shows the result, and writes {directory.report}")
+
+
+def _show_run(directory: RunDirectory, as_json: bool) -> None:
     found = write_report_of(directory)
     result = found.result
     _answer(

@@ -8,21 +8,25 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
 
 from penstock import codec
-from penstock.errors import PenstockError, PlanError
+from penstock.cli.going_on import Checkpoints, command_to_go_on
+from penstock.errors import PenstockError, PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.profile import Profile
 from penstock.runtime.assemble import check_job
 from penstock.runtime.checkpoint import read_index
 from penstock.runtime.jobs import load_job
-from penstock.runtime.launch import Interrupted, is_worker, launch_workers
+from penstock.runtime.launch import Interrupted, is_launched, is_worker, launch_workers
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import profile_job
 from penstock.runtime.scalars import check_tensorboard
@@ -33,6 +37,7 @@ from penstock.survey import Survey
 
 __all__ = [
     "Options",
+    "is_launched",
     "is_worker",
     "measure_cluster",
     "measure_cluster_here",
@@ -44,8 +49,6 @@ __all__ = [
 ]
 
 REPEATS = 6
-LAUNCHED = "PENSTOCK_LAUNCHED"
-"""Set in workers that this command line started: it shows their errors itself."""
 
 
 def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profile:
@@ -76,7 +79,7 @@ def schedule_for(job_file: Path) -> str:
 
 
 def train(job_file: Path, plan_file: Path, options: Options) -> None:
-    """Start the workers on this machine and wait; on a signal say where the newest checkpoint is."""
+    """Start the workers on this machine and wait. However they end before their time, say how to go on."""
     plan = _check_input(job_file, plan_file)
     arguments = ["train", str(job_file), str(plan_file), "--run-dir", str(options.run.path)]
     arguments += ["--timeout", str(options.timeout_s), "--checkpoint-every", str(options.checkpoint_every)]
@@ -93,22 +96,34 @@ def train(job_file: Path, plan_file: Path, options: Options) -> None:
         arguments.append("--json")
     for left in (options.run.result, options.run.progress):
         left.unlink(missing_ok=True)
+    progress = Checkpoints(options.run, options.resume)
+    command = partial(command_to_go_on, sys.argv[1:], job_file, plan_file)
     try:
-        _launch(arguments, len(plan.devices), plan.profile.threads)
+        _launch(arguments, len(plan.devices), plan.profile.threads, options.timeout_s)
     except PenstockError as error:
         options.run.note_end(f"failed: {error}")
+        error.add_note(progress.how_to_go_on(command))
         raise
     except Interrupted as interrupted:
         options.run.note_end("stopped by a signal")
-        newest = options.run.newest_checkpoint()
-        where = f"checkpoint {newest}; go on with --resume {newest}" if newest else "no checkpoint was complete yet"
-        sys.stderr.write(f"\npenstock: stopped, all workers ended; {where}\n")
+        sys.stderr.write(f"\npenstock: stopped, all workers ended; {progress.how_to_go_on(command)}\n")
         raise typer.Exit(interrupted.exit_code) from None
 
 
 def train_here(job_file: Path, plan_file: Path, options: Options) -> None:
     """Be one worker."""
-    _as_worker(lambda: train_worker(load_job(job_file), codec.load(Plan, plan_file), options))
+    progress = Checkpoints(options.run, options.resume)
+
+    def work() -> None:
+        try:
+            train_worker(load_job(job_file), codec.load(Plan, plan_file), options)
+        except Exception as error:
+            error.add_note(
+                progress.how_to_go_on(lambda newest: f"the same command on all hosts, with --resume {newest}")
+            )
+            raise
+
+    _as_worker(work)
 
 
 def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
@@ -117,7 +132,7 @@ def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["PENSTOCK_VERIFY"] = directory
         arguments = ["verify", str(job_file), str(plan_file), "--timeout", str(timeout_s)]
-        _launch(arguments, len(plan.devices), plan.profile.threads)
+        _launch(arguments, len(plan.devices), plan.profile.threads, timeout_s)
         return compare(job, plan, Path(directory))
 
 
@@ -132,7 +147,7 @@ def measure_cluster(workers: int, output: Path, timeout_s: float, as_json: bool)
     """Start workers on this machine to measure it; the first of them writes the file and shows what was found."""
     arguments = ["cluster", "measure", "--output", str(output), "--timeout", str(timeout_s)]
     try:
-        _launch([*arguments, "--json"] if as_json else arguments, workers, THREADS)
+        _launch([*arguments, "--json"] if as_json else arguments, workers, THREADS, timeout_s)
     except Interrupted as interrupted:
         sys.stderr.write("\npenstock: stopped, all workers ended; no cluster file was written\n")
         raise typer.Exit(interrupted.exit_code) from None
@@ -162,9 +177,8 @@ def _check_input(job_file: Path, plan_file: Path) -> Plan:
     return plan
 
 
-def _launch(arguments: Sequence[str], workers: int, threads: int) -> None:
-    os.environ[LAUNCHED] = "1"
-    launch_workers(["-m", "penstock", *arguments], workers, threads)
+def _launch(arguments: Sequence[str], workers: int, threads: int, timeout_s: float) -> None:
+    launch_workers(["-m", "penstock", *arguments], workers, threads, timeout_s)
 
 
 def _as_worker(work: Callable[[], None]) -> None:
@@ -174,11 +188,20 @@ def _as_worker(work: Callable[[], None]) -> None:
     try:
         work()
     except PenstockError as error:
-        handler.record_exception(error)
-        if LAUNCHED in os.environ:
-            raise typer.Exit(2) from None
-        raise
+        _report(error, handler)
+    except DistError as error:
+        lost = WorkerError(f"worker {os.environ['RANK']} has lost the launcher that joins the workers: {error}")
+        for note in getattr(error, "__notes__", ()):
+            lost.add_note(note)
+        _report(lost, handler)
     except Exception as error:
         handler.record_exception(error)
         traceback.print_exc()
         raise typer.Exit(1) from None
+
+
+def _report(error: PenstockError, handler: ErrorHandler) -> NoReturn:
+    handler.record_exception(error)
+    if is_launched():
+        raise typer.Exit(2) from None
+    raise error
