@@ -295,7 +295,7 @@ def test_a_lost_peer_is_left_to_the_pipeline_which_knows_its_name(tmp_path: Path
     seen: list[Action] = []
 
     def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-        raise RuntimeError("Connection reset by peer")
+        raise WorkerError("worker 0 waited for worker 1: Connection reset by peer")
 
     plan = plan_for("conv", "pipedream", (1, 1))
     with pytest.raises(WorkerError, match="Connection reset by peer"):

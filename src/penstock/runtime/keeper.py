@@ -36,7 +36,8 @@ from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind, Schedule, cuts_of, due
 
 Save = Callable[[Path, Mapping[str, Tensor]], None]
-"""Writes this worker's tensors for the checkpoint of that place; returns when every worker's are written."""
+"""Writes this worker's tensors for the checkpoint of that place; returns when every worker's are written. Raises
+WorkerError where another worker does not come."""
 
 
 GRACE_S = 3.0

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,9 +146,9 @@ def _watch(workers: Sequence[_Worker], signals: _Signals, timeout_s: float) -> N
     while True:
         if signals.received:
             raise Interrupted(signals.received[0])
-        failed = [worker for worker in workers if worker.has_failed()]
-        if failed:
+        if any(worker.has_failed() for worker in workers):
             # One that left no word ended after the last look. An error that was written before that came first.
+            failed = [worker for worker in workers if worker.has_failed() or worker.reported_unix_s()]
             first = min(failed, key=lambda worker: worker.reported_unix_s() or looked_s)
             raise _error(first, workers, out_of_memory=kills_so_far() > kills)
         running = [worker for worker in workers if worker.code is None]
@@ -230,7 +231,8 @@ def _signals() -> Iterator[_Signals]:
     about to end, and further ones are ignored."""
     noted = _Signals([])
     before = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    in_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if in_main else ():
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, noted.take)
     try:

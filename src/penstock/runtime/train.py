@@ -141,7 +141,7 @@ def _join(backend: str, timeout_s: float) -> None:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise WorkerError(
             f"worker {os.environ['RANK']} could not join the others at {where} (at most {timeout_s:g} s): "
-            f"{short_reason(error)}. Start all {os.environ['WORLD_SIZE']} workers; raise --timeout if some are only slow"
+            f"{short_reason(error)}. Start all {os.environ['WORLD_SIZE']} workers; raise --timeout if some are slow"
         ) from error
     store.set_timeout(limit)
     with together("join", timeout_s, store=store):
