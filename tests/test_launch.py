@@ -16,9 +16,9 @@ import torch.distributed as dist
 from penstock.cli.going_on import Checkpoints, command_to_go_on
 from penstock.errors import PlanError, WorkerError
 from penstock.run import INDEX, RunDirectory
-from penstock.runtime import launch, train
+from penstock.runtime import launch
 from penstock.runtime.launch import Interrupted, launch_workers
-from penstock.runtime.meeting import together
+from penstock.runtime.meeting import leave, together
 from penstock.runtime.out_of_memory import kills_so_far
 from penstock.runtime.transport import TorchTransport
 from penstock.schedule import Kind
@@ -186,7 +186,7 @@ def test_a_goodbye_that_nobody_answers_has_a_deadline(
     over = threading.Event()
     monkeypatch.setattr(dist, "destroy_process_group", over.wait)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    train._leave(0.05)
+    leave(0.05)
     over.set()
     assert "worker 3 left without the others, who did not answer within 0.05 s" in caplog.text
 

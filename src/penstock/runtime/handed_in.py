@@ -150,8 +150,8 @@ def edge_errors(accounts: Iterable[Account]) -> Iterator[EdgeError]:
     for account in accounts:
         for each in account.compression:
             found[each.source, each.target, each.direction != "forward"].append(each)
-    for _, each in sorted(found.items()):
-        looked_at = sum(one.looked_at for one in each)
-        total = sum(math.nan if one.error is None else one.error * one.looked_at for one in each)
+    for _, parts in sorted(found.items()):
+        looked_at = sum(part.looked_at for part in parts)
+        total = math.fsum(math.nan if part.error is None else part.error * part.looked_at for part in parts)
         error = total / looked_at if math.isfinite(total) else None
-        yield replace(each[0], error=error, looked_at=looked_at)
+        yield replace(parts[0], error=error, looked_at=looked_at)

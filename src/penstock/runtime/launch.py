@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from penstock import errors
 from penstock.errors import PenstockError, WorkerError

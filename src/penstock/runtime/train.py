@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from penstock import codec
-from penstock.errors import JobError, PlanError, WorkerError
+from penstock.errors import JobError, PlanError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
@@ -50,18 +48,16 @@ from penstock.runtime.loss_file import LossFile, per_minibatch, read_rows
 from penstock.runtime.losses import LossLog
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import device_kind
-from penstock.runtime.meeting import together
+from penstock.runtime.meeting import join, leave, together
 from penstock.runtime.memory import MemoryMeter
 from penstock.runtime.progress import Listener, Progress, ProgressLine
 from penstock.runtime.scalars import Scalars
 from penstock.runtime.state import state_of
 from penstock.runtime.sync import sync_groups
-from penstock.runtime.transport import short_reason
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind
 from penstock.trace import trace_of
 
-log = logging.getLogger(__name__)
 MOST_AT_ONCE = 100_000
 """microbatches times workers"""
 
@@ -127,34 +123,10 @@ def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
     end_with_launcher()
     local, local_workers = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with share_of_machine(threads, local, local_workers) as device:
-        _join("nccl" if device.type == "cuda" else "gloo", timeout_s)
+        join("nccl" if device.type == "cuda" else "gloo", timeout_s)
         yield device
     # Only a worker that has done its part says goodbye: one that fails reports first, and its exit tells the others.
-    _leave(timeout_s)
-
-
-def _join(backend: str, timeout_s: float) -> None:
-    limit = timedelta(seconds=timeout_s)
-    try:
-        store, rank, workers = next(dist.rendezvous("env://", timeout=limit))
-    except RuntimeError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise WorkerError(
-            f"worker {os.environ['RANK']} could not join the others at {where} (at most {timeout_s:g} s): "
-            f"{short_reason(error)}. Start all {os.environ['WORLD_SIZE']} workers; raise --timeout if some are slow"
-        ) from error
-    store.set_timeout(limit)
-    with together("join", timeout_s, store=store):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=limit)
-
-
-def _leave(timeout_s: float) -> None:
-    """Everything is written by now, so that a peer that hangs costs time but not the run."""
-    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    leaving.start()
-    leaving.join(timeout_s)
-    if leaving.is_alive():
-        log.warning("worker %s left without the others, who did not answer within %g s", dist.get_rank(), timeout_s)
+    leave(timeout_s)
 
 
 class _Training:
