@@ -32,7 +32,7 @@ class Checkpoints:
 
 
 def command_to_go_on(arguments: Sequence[str], job: Path, plan: Path, checkpoint: Path) -> str:
-    """The command line that this process was started with, from a checkpoint and under the plan that it made."""
+    """A command line of `train` that goes on from a checkpoint instead, under the plan of the run."""
     kept, left = [], list(arguments)
     while left:
         word = left.pop(0)

@@ -96,31 +96,33 @@ def train(job_file: Path, plan_file: Path, options: Options) -> None:
         arguments.append("--json")
     for left in (options.run.result, options.run.progress):
         left.unlink(missing_ok=True)
-    progress = Checkpoints(options.run, options.resume)
-    command = partial(command_to_go_on, sys.argv[1:], job_file, plan_file)
+    done = Checkpoints(options.run, options.resume)
+    given = sys.argv[1:] if sys.argv[1:2] == ["train"] else arguments  # the demo's own command cannot go on
+    command = partial(command_to_go_on, given, job_file, plan_file)
     try:
         _launch(arguments, len(plan.devices), plan.profile.threads, options.timeout_s)
     except PenstockError as error:
         options.run.note_end(f"failed: {error}")
-        error.add_note(progress.how_to_go_on(command))
+        error.add_note(done.how_to_go_on(command))
         raise
     except Interrupted as interrupted:
         options.run.note_end("stopped by a signal")
-        sys.stderr.write(f"\npenstock: stopped, all workers ended; {progress.how_to_go_on(command)}\n")
+        sys.stderr.write(f"\npenstock: stopped, all workers ended; {done.how_to_go_on(command)}\n")
         raise typer.Exit(interrupted.exit_code) from None
 
 
 def train_here(job_file: Path, plan_file: Path, options: Options) -> None:
     """Be one worker."""
-    progress = Checkpoints(options.run, options.resume)
+    done = Checkpoints(options.run, options.resume)
 
     def work() -> None:
         try:
             train_worker(load_job(job_file), codec.load(Plan, plan_file), options)
         except Exception as error:
-            error.add_note(
-                progress.how_to_go_on(lambda newest: f"the same command on all hosts, with --resume {newest}")
-            )
+            if not is_launched():  # otherwise the launcher says so
+                error.add_note(
+                    done.how_to_go_on(lambda newest: f"the same command on all hosts, with --resume {newest}")
+                )
             raise
 
     _as_worker(work)
