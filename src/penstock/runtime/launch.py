@@ -97,6 +97,7 @@ def _environment(rank: int, workers: int, threads: int, port: int, words: Path) 
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's word for a store that no worker holds
         "TORCHELASTIC_ERROR_FILE": str(words / f"{rank}.json"),
         "OMP_NUM_THREADS": str(threads),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # a deadline is told by who waited
         LAUNCHER: str(os.getpid()),
     }
 
