@@ -86,6 +86,8 @@ def main() -> None:
     """Run the command line; wrong input is one clear line and exit code 2, a worker that fails exit code 1."""
     if "RANK" in os.environ:  # a worker: Ctrl-C ends it at once, and the launcher says what there is to say
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Where a deadline passes the error says who was waited for; torch's own warnings of its sockets add nothing.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         app()

@@ -35,6 +35,8 @@ GRACE_S = 2.0
 LAST_WORDS_S = 5.0
 """How long a worker that has reported an error has to end."""
 _HOST = "127.0.0.1"
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""In the environment of workers that torchrun started."""
 _PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 _STOPPED = "tT"
 """States of a process that a signal or a debugger has stopped."""
@@ -60,11 +62,10 @@ def is_launched() -> bool:
 
 def end_with_launcher() -> None:
     """Have the kernel end this worker when its launcher ends, however that comes about (Linux)."""
-    launcher = int(os.environ.get(LAUNCHER, "0"))
-    if not launcher or not sys.platform.startswith("linux"):
-        return
+    if not (is_launched() or _TORCHRUN in os.environ) or not sys.platform.startswith("linux"):
+        return  # nobody knows whether it was started by a process that stays
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before this was asked for
+    if is_launched() and os.getppid() != int(os.environ[LAUNCHER]):  # it ended before this was asked for
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -97,7 +98,6 @@ def _environment(rank: int, workers: int, threads: int, port: int, words: Path) 
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's word for a store that no worker holds
         "TORCHELASTIC_ERROR_FILE": str(words / f"{rank}.json"),
         "OMP_NUM_THREADS": str(threads),
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # a deadline is told by who waited
         LAUNCHER: str(os.getpid()),
     }
 
