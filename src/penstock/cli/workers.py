@@ -134,7 +134,11 @@ def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["PENSTOCK_VERIFY"] = directory
         arguments = ["verify", str(job_file), str(plan_file), "--timeout", str(timeout_s)]
-        _launch(arguments, len(plan.devices), plan.profile.threads, timeout_s)
+        try:
+            _launch(arguments, len(plan.devices), plan.profile.threads, timeout_s)
+        except Interrupted:
+            sys.stderr.write("\npenstock: stopped, all workers ended; nothing was compared\n")
+            raise
         return compare(job, plan, Path(directory))
 
 

@@ -42,12 +42,13 @@ _STOPPED = "tT"
 """States of a process that a signal or a debugger has stopped."""
 
 
-class Interrupted(Exception):  # noqa: N818  (not an error: it was asked for)
-    """The user or the system ended the run; carries the exit code that says so."""
+class Interrupted(SystemExit):
+    """The user or the system ended the run. It is not an error: where nobody says more, the process ends with the exit
+    code that tells so."""
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__(f"signal {signal_number}")
         self.exit_code = 128 + signal_number
+        super().__init__(self.exit_code)
 
 
 def is_worker() -> bool:
