@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,9 +40,12 @@ from penstock.errors import FormatError, JobError, WorkerError
 from penstock.plan import Plan
 from penstock.run import RunDirectory
 from penstock.runtime import checkpoint
+from penstock.runtime import keeper as keeper_module
 from penstock.runtime.assemble import Assembly, make_epoch
 from penstock.runtime.checkpoint import Checkpoint, Tensors, clean, commit, directory_of, read_index, save_shard
+from penstock.runtime.keeper import Keeper, Save
 from penstock.runtime.portable import export_weights
+from penstock.runtime.state import WorkerState
 from penstock.schedule import Action, Kind
 from test_worker import Recording, check_same_weights, single_process
 
@@ -423,7 +426,7 @@ def test_a_lost_peer_is_left_to_the_pipeline_which_knows_its_name(tmp_path: Path
     seen: list[Action] = []
 
     def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-        raise RuntimeError("Connection reset by peer")
+        raise WorkerError("worker 0 waited for worker 1: Connection reset by peer")
 
     plan = plan_for("conv", "pipedream", (1, 1))
     with pytest.raises(WorkerError, match="Connection reset by peer"):
@@ -433,6 +436,67 @@ def test_a_lost_peer_is_left_to_the_pipeline_which_knows_its_name(tmp_path: Path
     whole: list[Action] = []
     train_keeping(plan, maker("conv"), RunDirectory(tmp_path / "whole"), on_action=lambda who, act: whole.append(act))
     assert sorted(seen) == sorted(whole)
+
+
+class OneTensor:
+    """The state of a worker with one stage."""
+
+    stages = (0,)
+
+    def snapshot(self, stage: int) -> dict[str, Tensor]:
+        return {"model/w": torch.ones(2)}
+
+    def snapshot_of_unused(self) -> dict[str, Tensor]:
+        return {}
+
+
+def keeper_of(run: RunDirectory, save: Save, announced: list[int]) -> Keeper:
+    return Keeper(
+        cast("WorkerState", OneTensor()),
+        run,
+        rank=0,
+        save=save,
+        every=1,
+        keep=3,
+        timeout_s=0.1,
+        announce=lambda done: announced.append(done.steps),
+    )
+
+
+def test_only_checkpoints_that_are_complete_are_announced(tmp_path: Path) -> None:
+    run, announced, room = RunDirectory(tmp_path), list[int](), [True]
+    start = Checkpoint.at_start(make_job("conv"), {})
+
+    def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        assert announced == ([] if room[0] else [5])
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        save_shard(directory, tensors, None)
+
+    keeper = keeper_of(run, save, announced)
+    keeper.take(replace(start, steps=5))
+    keeper.finish()
+    assert announced == [5]
+    room[0] = False
+    keeper.take(replace(start, steps=6))
+    with pytest.raises(WorkerError, match="No space left"):
+        keeper.finish()
+    assert announced == [5]
+
+
+def test_the_thread_that_writes_a_checkpoint_has_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From when it began, however late somebody comes to wait for it."""
+    monkeypatch.setattr(keeper_module, "GRACE_S", 0.0)
+    over, joined = threading.Event(), list[float]()
+    keeper = keeper_of(RunDirectory(tmp_path), lambda directory, tensors: over.wait() and None, [])
+    keeper.take(replace(Checkpoint.at_start(make_job("conv"), {}), steps=5))
+    time.sleep(0.15)
+    assert keeper._writing is not None
+    monkeypatch.setattr(keeper._writing, "join", joined.append)
+    with pytest.raises(WorkerError, match=r"step-00000005 to be written by all workers \(at most 0.1 s\)"):
+        keeper.finish()
+    over.set()
+    assert joined == [0.0]
 
 
 # --- reading

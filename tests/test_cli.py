@@ -19,6 +19,7 @@ from builders import chain_profile, flat_cluster, plan_of
 from penstock import codec
 from penstock.cli.app import app
 from penstock.cluster import parse_cluster
+from penstock.errors import FormatError
 from penstock.formats import PLAN_FORMATS, plan_text, read_profile
 from penstock.plan import Plan
 from penstock.planner import make_plan
@@ -66,6 +67,14 @@ def job():
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "penstock", *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e300"])
+@pytest.mark.parametrize("verb", ["train", "verify"])
+def test_a_timeout_that_is_none_is_refused(verb: str, seconds: str) -> None:
+    result = CliRunner().invoke(app, [verb, "job.py", "plan.json", "--timeout", seconds])
+    assert isinstance(result.exception, FormatError)
+    assert str(result.exception).startswith(f"--timeout is {float(seconds):g}; it must be above 0 and at most ")
 
 
 def invoke(*arguments: str) -> Any:

@@ -29,13 +29,14 @@ from penstock.plan_costs import PlanCosts
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
 from penstock.runtime.compress import LOOKED_AT_EVERY, ErrorMeter, decode, encode, layout_sent, relative_error
-from penstock.runtime.handed_in import edge_errors
+from penstock.runtime.handed_in import edge_error, edge_errors
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.payload import layout_of
 from penstock.runtime.transport import Channel, LocalExchange, LocalTransport, Pending
 from penstock.runtime.verify import compare, save_gradients
 from penstock.schedule import Action, Kind, Pipeline, build_schedule
 from penstock.simulate import simulate
+from test_handed_in import account
 from test_worker import single_process
 
 ROUNDED = ("bf16", "int8")
@@ -292,13 +293,17 @@ def test_the_first_message_of_each_direction_is_looked_at_and_then_one_in_a_hund
         meter.look((0, 1, "forward"), lambda number=number: looked.append(number) or 0.5)  # type: ignore[misc]
     meter.look((0, 1, "backward"), lambda: 0.25)
     assert looked == [0, LOOKED_AT_EVERY, 2 * LOOKED_AT_EVERY]
-    assert meter.errors == {(0, 1, "forward"): [0.5] * 3, (0, 1, "backward"): [0.25]}
+    assert meter.errors == {(0, 1, "forward"): (1.5, 3), (0, 1, "backward"): (0.25, 1)}
 
 
 def test_errors_of_replicas_are_taken_together_and_one_that_is_no_number_is_said_to_be_none() -> None:
     plan = sending(plan_of(chain_profile([1.0, 1.0]), flat_cluster(3), [[0], [1]], [2, 1]), "int8")
-    parts = [[0, 1, "forward", [0.1, 0.2]], [0, 1, "forward", [0.3]], [0, 1, "backward", [math.nan]]]
-    forward, backward = edge_errors(plan, parts)
+    found = [edge_error(plan, (0, 1, "forward"), 0.3, 2), edge_error(plan, (0, 1, "backward"), math.nan, 1)]
+    accounts = [
+        account(0, compression=tuple(found)),
+        account(1, compression=(replace(found[0], error=0.3, looked_at=1),)),
+    ]
+    forward, backward = edge_errors(accounts)
     assert (forward.direction, forward.sends, forward.looked_at) == ("forward", "int8", 3)
     assert forward.error == pytest.approx(0.2)
     assert (backward.direction, backward.error) == ("backward", None)

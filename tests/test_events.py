@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 
 import pytest
 
 from penstock.runtime import events
-from penstock.runtime.events import EventLog, beginning_and_newest, unpacked
+from penstock.runtime.events import EventLog, beginning_and_newest, columns_of
 from penstock.schedule import Action, Kind
-from penstock.trace import Event
+from penstock.trace import Columns, Event, Events, joined
 
 
 def fill(log: EventLog, count: int) -> list[tuple[Action, float, float]]:
@@ -48,7 +48,10 @@ def test_a_long_run_keeps_the_first_and_the_newest() -> None:
 def test_what_is_sent_comes_out_as_it_was() -> None:
     log = EventLog(first=1, newest=2)
     fill(log, 77)
-    assert unpacked(json.loads(json.dumps(log.packed()))) == log.parts()
+    for rows, part in zip(log.rows(), log.parts(), strict=True):
+        found = Events(columns_of(rows, worker=7))
+        assert [event.worker for event in found] == [7] * len(part)
+        assert [(event.action, event.start_s, event.end_s) for event in found] == part
 
 
 @pytest.mark.parametrize("workers", [1, 2, 16, 1000])
@@ -62,16 +65,23 @@ def test_all_workers_together_keep_a_bounded_number(workers: int, monkeypatch: p
     assert workers * len(log) <= max(most, 3 * workers * events.CHUNK)
 
 
-def event(worker: int, start_s: float) -> Event:
-    return Event(worker=worker, action=Action(worker, Kind.FORWARD, 0), start_s=start_s, end_s=start_s + 1)
+def events_at(worker: int, starts_s: Sequence[float]) -> Columns:
+    action = Action(worker, Kind.FORWARD, 0)
+    return Columns.of([Event(worker=worker, action=action, start_s=at, end_s=at + 1) for at in starts_s])
+
+
+def starts_by_worker(columns: Columns) -> list[list[float]]:
+    return [columns.start_s[columns.worker == worker].tolist() for worker in range(3)]
 
 
 def test_both_ends_of_a_run_are_stretches_for_which_all_have_their_events() -> None:
-    whole = [event(0, float(i)) for i in range(20)]
-    parts = [[event(1, float(i)) for i in at] for at in ((0, 1, 2, 3), (12, 13, 19))]
-    others = [[event(2, float(i)) for i in at] for at in ((0, 5), (15, 18))]
+    whole = events_at(0, range(20))
+    parts = [events_at(1, at) for at in ((0, 1, 2, 3), (12, 13, 19))]
+    others = [events_at(2, at) for at in ((0, 5), (15, 18))]
     beginning, newest = beginning_and_newest([[whole], parts, others])
     assert beginning is not None
-    assert [[e.start_s for e in mine] for mine in beginning] == [[0, 1, 2, 3], [0, 1, 2, 3], [0]]
-    assert [[e.start_s for e in mine] for mine in newest] == [[15, 16, 17, 18, 19], [19], [15, 18]]
-    assert beginning_and_newest([[whole]]) == (None, [whole])
+    assert starts_by_worker(beginning) == [[0, 1, 2, 3], [0, 1, 2, 3], [0]]
+    assert starts_by_worker(newest) == [[15, 16, 17, 18, 19], [19], [15, 18]]
+    nothing, everything = beginning_and_newest([[whole]])
+    assert nothing is None
+    assert Events(everything) == Events(joined([whole]))

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +16,7 @@ from penstock.cluster import Cluster, Device, local_cluster, parse_cluster
 from penstock.errors import PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.planner import make_plan
-from penstock.runtime.launch import _reason
+from penstock.runtime.launch import _reported
 from penstock.runtime.placement import Whereabouts, compare_placement
 from test_processes import penstock, write_job
 
@@ -106,9 +105,10 @@ def test_hosts_of_one_name_are_told_apart() -> None:
         compare_placement(plan_for(TWO_BY_TWO), found)
 
 
-def test_a_launcher_shows_the_table_of_a_worker_that_refused() -> None:
-    failure = SimpleNamespace(message={"message": "PlanError: not there\nworker  planned\n0       host 0"})
-    assert _reason(failure) == (PlanError, "not there\nworker  planned\n0       host 0")
+def test_a_launcher_shows_the_table_of_a_worker_that_refused(tmp_path: Path) -> None:
+    words = tmp_path / "0.json"
+    words.write_text(json.dumps({"message": {"message": "PlanError: not there\nworker  planned\n0       host 0"}}))
+    assert _reported(words) == (PlanError, "not there\nworker  planned\n0       host 0")
 
 
 # --- workers are numbered as launchers start them

@@ -249,9 +249,9 @@ def test_a_disk_that_fails_ends_the_run_and_says_so(tmp_path: Path) -> None:
     result = penstock("train", job, plan, "--run-dir", tmp_path / "run", "--checkpoint-every", 5, check=False)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
-    last = result.stderr.strip().splitlines()[-1]
-    assert "step-00000005 could not be written by worker" in last, result.stderr
-    assert "Not a directory" in last
+    error = result.stderr.strip().splitlines()[-2]
+    assert "step-00000005 could not be written by worker" in error, result.stderr
+    assert "Not a directory" in error
 
 
 def test_exported_weights_start_another_run(tmp_path: Path) -> None:
@@ -336,7 +336,42 @@ def test_torchrun_starts_the_same_workers(tmp_path: Path) -> None:
     command += ["-m", "penstock", "train", str(job), str(plan), "--run-dir", str(tmp_path / "run")]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
     assert result.returncode == 0, result.stderr
-    assert RunDirectory(tmp_path / "run").load()[2].samples == 23
+    run = RunDirectory(tmp_path / "run")
+    assert run.load()[2].samples == 23
+    assert "predicted against measured" in result.stdout
+    assert result.stdout.endswith(f"report {run.report}\n")
+    assert result.stdout.count("report ") == 1
+    assert run.report.exists()
+
+
+def test_every_host_says_at_its_end_that_it_is_done_and_where_the_report_is(tmp_path: Path) -> None:
+    """Each process stands for a host."""
+    job, plan = write_job(tmp_path, "conv", epochs=1), write_plan(tmp_path, "conv", (1, 1), "1f1b", 2)
+    run = RunDirectory(tmp_path / "run")
+    hosts = start_hosts(["train", str(job), str(plan), "--run-dir", str(run.path)])
+    shown = [host.communicate(timeout=120) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], shown
+    assert shown[0][0].endswith(f"report {run.report}\n")
+    assert shown[1][0] == f"the workers of this host are done; worker 0 shows the result, and writes {run.report}\n"
+    assert not run.workers.exists()
+
+
+def start_hosts(command: list[str]) -> list[subprocess.Popen[str]]:
+    """Two workers without a launcher."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    joined = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "penstock", *command],
+            env=os.environ | joined | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
 
 
 def test_a_measured_cluster_can_be_planned_for(tmp_path: Path) -> None:
@@ -364,9 +399,10 @@ def test_an_exception_in_a_job_is_shown_once_with_its_traceback(tmp_path: Path) 
     assert result.returncode == 1
     assert result.stderr.count("Traceback") == 1
     assert "in bad_loss" in result.stderr
-    assert result.stderr.strip().splitlines()[-1] == (
-        "penstock: worker 1 failed: ValueError: my loss is broken; the others were stopped"
-    )
+    assert result.stderr.strip().splitlines()[-2:] == [
+        "penstock: worker 1 failed: ValueError: my loss is broken; the others were stopped",
+        "no checkpoint of this run was complete yet; start it again",
+    ]
 
 
 ENDLESS = {"samples": 4000, "epochs": 1000}
@@ -387,47 +423,107 @@ def children_of(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_workers_and_says_where_the_checkpoint_is(number: int, tmp_path: Path) -> None:
-    job, plan = write_job(tmp_path, "conv", **ENDLESS), write_plan(tmp_path, "conv", (1, 1), "pipedream")
     run = RunDirectory(tmp_path / "run")
-    command = ["train", str(job), str(plan), "--run-dir", str(run.path), "--checkpoint-every", "5"]
-    process = subprocess.Popen([sys.executable, "-m", "penstock", *command], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 90
-    while run.newest_checkpoint() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    process = start_endless(tmp_path, run)
     workers = children_of(process.pid)
-    process.send_signal(number)
+    for _ in range(4):  # as one who is impatient
+        process.send_signal(number)
+        time.sleep(0.03)
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert len(workers) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert "Traceback" not in shown
     assert "stopped, all workers ended; checkpoint" in shown
-    assert str(run.checkpoints) in shown
+    check_says_how_to_go_on(run, shown)
+
+
+def check_says_how_to_go_on(run: RunDirectory, shown: str) -> None:
+    """By the newest checkpoint, and those that were announced are complete."""
+    newest = run.newest_checkpoint()
+    assert newest is not None
+    last = shown.strip().splitlines()[-1]
+    assert f"checkpoint {newest} is complete; go on with: penstock train " in last, shown
+    assert last.endswith(f" --resume {newest}")
+    announced = [int(line.split()[2]) for line in shown.splitlines() if line.startswith("checkpoint after ")]
+    assert announced
+    assert newest.name >= f"step-{max(announced):08d}"
+
+
+def start_endless(directory: Path, run: RunDirectory, *options: str) -> subprocess.Popen[str]:
+    """A run that has completed a checkpoint."""
+    job, plan = write_job(directory, "conv", **ENDLESS), write_plan(directory, "conv", (1, 1), "pipedream")
+    command = ["train", str(job), str(plan), "--run-dir", str(run.path), "--checkpoint-every", "5", *options]
+    process = subprocess.Popen([sys.executable, "-m", "penstock", *command], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 90
+    while run.newest_checkpoint() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "penstock: worker 1 was killed by signal 9 (SIGKILL); the others were stopped"),
+        (signal.SIGSTOP, "worker 1 was suspended (by SIGSTOP, or in a debugger)"),
+    ],
+)
+def test_a_worker_that_is_killed_or_suspended_ends_the_run_soon(number: int, said: str, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    process = start_endless(tmp_path, run, "--timeout", "5")
+    workers = sorted(children_of(process.pid))
+    os.kill(workers[1], number)
+    start_s = time.monotonic()
+    _, shown = process.communicate(timeout=60)
+    assert time.monotonic() - start_s < 20
+    assert process.returncode == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert "Traceback" not in shown
+    assert said in shown
+    if number == signal.SIGSTOP:
+        assert "penstock: worker 0 failed: worker 0 (stage 0) waited for " in shown
+        assert "from worker 1 (at most 5 s)" in shown
+    check_says_how_to_go_on(run, shown)
+    record = run.record().end
+    assert record is not None
+    assert record.startswith("failed: worker ")
+
+
+def test_when_the_launcher_is_killed_its_workers_end_and_nothing_is_committed_afterwards(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    process = start_endless(tmp_path, run)
+    workers = children_of(process.pid)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(workers) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    left = sorted(path.name for path in run.checkpoints.iterdir())
+    time.sleep(0.5)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == left
+
+
+def test_a_worker_that_hangs_before_it_joins_is_named(tmp_path: Path) -> None:
+    job, plan = write_job(tmp_path, "conv"), write_plan(tmp_path, "conv", (1, 1), "pipedream")
+    hang = "import os, signal\nif os.environ.get('RANK') == '1':\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    job.write_text(hang + job.read_text())
+    result = penstock("train", job, plan, "--run-dir", tmp_path / "run", "--timeout", 4, check=False)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    error, hint = result.stderr.strip().splitlines()[-2:]
+    assert "worker 0 failed: worker 0 waited for worker 1 to join (at most 4 s)" in error
+    assert "worker 1 was suspended" in error
+    assert hint == "no checkpoint of this run was complete yet; start it again"
 
 
 def test_peer_death_is_reported_within_the_deadline_and_names_the_peer(tmp_path: Path) -> None:
     """Invariant 8, without a launcher that would tell: each process stands for a host."""
     job, plan = write_job(tmp_path, "conv", **ENDLESS), write_plan(tmp_path, "conv", (1, 1), "pipedream")
     run = RunDirectory(tmp_path / "run")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     command = ["train", str(job), str(plan), "--run-dir", str(run.path), "--checkpoint-every", "5", "--timeout", "20"]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "penstock", *command],
-            env=os.environ
-            | {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": "0",
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    workers = start_hosts(command)
     deadline = time.monotonic() + 90
     while run.newest_checkpoint() is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -437,9 +533,10 @@ def test_peer_death_is_reported_within_the_deadline_and_names_the_peer(tmp_path:
     workers[1].communicate()
     assert time.monotonic() - start_s < 25
     assert workers[0].returncode == 1
-    last = shown.strip().splitlines()[-1]
-    assert last.startswith("penstock: worker 0 (stage 0) waited for"), shown
-    assert "worker 1" in last
+    error, hint = shown.strip().splitlines()[-2:]
+    assert error.startswith("penstock: worker 0 (stage 0) waited for"), shown
+    assert "worker 1" in error
+    assert hint.endswith(f"go on with: the same command on all hosts, with --resume {run.newest_checkpoint()}")
 
 
 def test_a_demo_sized_profile_is_what_the_command_writes(tmp_path: Path) -> None:

@@ -119,14 +119,14 @@ def run_in_local_threads(part: Part) -> list[Any]:
 
 
 def over_torch(rank: int) -> Transport:
-    return TorchTransport([BOTH])
+    return TorchTransport([BOTH], timeout_s=30.0)
 
 
 def over_shared_memory(rank: int, most_bytes: int = MOST_BYTES) -> Transport:
     with patch.object(shared_memory, "MOST_BYTES", most_bytes):
         lines = links._open_lines(links._Board(rank, 30.0), [BOTH])
     assert lines
-    return SharedMemoryTransport(TorchTransport([BOTH]), lines, rings=[BOTH])
+    return SharedMemoryTransport(TorchTransport([BOTH], timeout_s=30.0), lines, rings=[BOTH])
 
 
 def over_little_shared_memory(rank: int) -> Transport:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from penstock.plan import Plan
 from penstock.profile import Profile
 from penstock.runtime.assemble import Assembly, make_epoch
 from penstock.runtime.data import load_batch
-from penstock.runtime.handed_in import per_minibatch
+from penstock.runtime.loss_file import ROW, per_minibatch
 from penstock.runtime.losses import WeightedLoss, loss_of
 from test_evaluate import run_with_evaluators
 from test_worker import (
@@ -248,7 +249,7 @@ def test_recorded_losses_are_over_all_tokens() -> None:
             job, epoch = make(), make_epoch(make(), each, 0)
             inputs, target = load_batch(job, [i for m in range(4) for i in epoch.indices(m)], seed=0)
             expected = float(mean_over_tokens(job.model(inputs).detach(), target))
-            assert per_minibatch(terms, epoch.minibatches[:1]) == (pytest.approx(expected, rel=1e-12),)
+            assert per_minibatch([np.array(terms, ROW)], epoch.minibatches[:1]) == (pytest.approx(expected, rel=1e-12),)
 
 
 @pytest.mark.parametrize("form", ["pair", "weigh"])

@@ -12,6 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+Seconds = TypeVar("Seconds", float, np.ndarray[Any, Any])
+"""One reading of a clock, or many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +56,7 @@ class Alignment:
     error_s: float = 0.0
     """by how much aligned times may be off, at most, if both clocks run evenly"""
 
-    def to_reference(self, own_s: float) -> float:
+    def to_reference(self, own_s: Seconds) -> Seconds:
         return own_s + self.ahead_s + self.drift * (own_s - self.since_s)
 
 

@@ -120,6 +120,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def workers(self) -> Path:
+        """What the workers record and hand in; it is gone when a run has ended well."""
+        return self.path / "workers"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

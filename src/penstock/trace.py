@@ -225,6 +225,13 @@ class Trace:
         return np.split(order, np.searchsorted(self.columns.worker[order], np.arange(1, len(self.workers))))
 
 
+def joined(parts: Sequence[Columns]) -> Columns:
+    """The events of all of them, one after the other."""
+    return Columns(
+        **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Columns)}
+    )
+
+
 def merge(origin: str, workers: tuple[str, ...], samples: tuple[int, ...], parts: Iterable[Iterable[Event]]) -> Trace:
     """One trace from each worker's own events, in order of start."""
     columns = Columns.of([event for part in parts for event in part])

@@ -37,7 +37,7 @@ def peak_bytes(case: str, plan: Plan) -> list[int]:
 def main(case: str, directory: Path) -> None:
     plan = codec.load(Plan, directory / "plan.json")
     with worker_process(plan, TIMEOUT_S):
-        transport = TorchTransport([])
+        transport = TorchTransport([], TIMEOUT_S)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             job = bench_job(case)
             ours = Ours(job, plan, transport)

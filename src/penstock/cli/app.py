@@ -68,18 +68,32 @@ ClusterText = Annotated[
     ),
 ]
 Microbatches = Annotated[int | None, typer.Option(help="per minibatch, for synchronous schedules; chosen by default")]
-Timeout = Annotated[float, typer.Option(help="seconds after which a worker gives up waiting for another")]
+LONGEST_TIMEOUT_S = 1e7
+
+
+def _check_timeout(seconds: float) -> float:
+    if not 0 < seconds <= LONGEST_TIMEOUT_S:
+        raise FormatError(f"--timeout is {seconds:g}; it must be above 0 and at most {LONGEST_TIMEOUT_S:g} seconds")
+    return seconds
+
+
+Timeout = Annotated[
+    float,
+    typer.Option(callback=_check_timeout, help="seconds after which a worker gives up waiting for another; above 0"),
+]
 
 
 def main() -> None:
     """Run the command line; wrong input is one clear line and exit code 2, a worker that fails exit code 1."""
     if "RANK" in os.environ:  # a worker: Ctrl-C ends it at once, and the launcher says what there is to say
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Where a deadline passes the error says who was waited for; torch's own warnings of its sockets add nothing.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         app()
     except PenstockError as error:
-        sys.stderr.write(f"penstock: {error}\n")
+        sys.stderr.write("\n".join([f"penstock: {error}", *getattr(error, "__notes__", ())]) + "\n")
         sys.exit(1 if isinstance(error, WorkerError) else 2)
 
 
@@ -446,12 +460,26 @@ def train(
     if workers.is_worker():
         if plan is None:
             raise FormatError("torchrun needs a PLAN: profile and plan once, then give the same file on every host")
-        workers.train_here(job, plan, run, options)
+        directory = workers.train_here(job, plan, run, options)
+        if not workers.is_launched():
+            _end_on_this_host(directory, as_json)
         return
     with workers.open_run(job, plan, run, resume) as directory:
         planned = codec.load(Plan, plan) if plan is not None else _planned(job, cluster, as_json)
         workers.train(job, planned, directory, options)
-        found = write_report_of(directory)
+        _show_run(directory, as_json)
+
+
+def _end_on_this_host(directory: RunDirectory, as_json: bool) -> None:
+    """What a worker under torchrun says at the end: worker 0 all there is to say, and of every other host the first."""
+    if os.environ["RANK"] == "0":
+        _show_run(directory, as_json)
+    elif os.environ["LOCAL_RANK"] == "0" and not as_json:
+        typer.echo(f"the workers of this host are done; worker 0 shows the result, and writes {directory.report}")
+
+
+def _show_run(directory: RunDirectory, as_json: bool) -> None:
+    found = write_report_of(directory)
     result = found.result
     _answer(
         result,

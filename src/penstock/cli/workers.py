@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
 
 from penstock import codec, places
-from penstock.errors import PenstockError, PlanError
+from penstock.cli.going_on import Checkpoints, command_to_go_on
+from penstock.errors import PenstockError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.profile import Profile
@@ -26,7 +29,7 @@ from penstock.provenance import provenance_of
 from penstock.run import RunDirectory
 from penstock.runtime.assemble import check_job
 from penstock.runtime.jobs import load_job
-from penstock.runtime.launch import Interrupted, is_worker, launch_workers
+from penstock.runtime.launch import Interrupted, is_launched, is_worker, launch_workers
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import profile_job
 from penstock.runtime.resume import check_run
@@ -39,6 +42,7 @@ from penstock.survey import Survey
 __all__ = [
     "Options",
     "check_plan",
+    "is_launched",
     "is_worker",
     "measure_cluster",
     "measure_cluster_here",
@@ -50,9 +54,9 @@ __all__ = [
     "verify_here",
 ]
 
+T = TypeVar("T")
+
 REPEATS = 6
-LAUNCHED = "PENSTOCK_LAUNCHED"
-"""Set in workers that this command line started: it shows their errors itself."""
 
 
 def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profile:
@@ -98,7 +102,7 @@ def _check_run(job_file: Path, plan_file: Path | None, run: RunDirectory, resume
 
 
 def train(job_file: Path, plan: Plan, run: RunDirectory, options: Options) -> None:
-    """Start the workers on this machine and wait; on a signal say where the newest checkpoint is."""
+    """Start the workers on this machine and wait; however they end before their time, say how to go on."""
     if options.tensorboard is not None:
         check_tensorboard()
     _begin(run, job_file, plan)
@@ -113,16 +117,18 @@ def train(job_file: Path, plan: Plan, run: RunDirectory, options: Options) -> No
         arguments += ["--tensorboard", str(options.tensorboard)]
     if options.quiet:
         arguments.append("--json")
+    done = Checkpoints(run, options.resume)
+    given = sys.argv[1:] if sys.argv[1:2] == ["train"] else arguments  # the demo's own command cannot go on
+    command = partial(command_to_go_on, given, job_file, run.plan)
     try:
-        _launch(arguments, len(plan.devices), plan.profile.threads)
+        _launch(arguments, len(plan.devices), plan.profile.threads, options.timeout_s)
     except PenstockError as error:
         run.note_end(f"failed: {error}")
+        error.add_note(done.how_to_go_on(command))
         raise
     except Interrupted as interrupted:
         run.note_end("stopped by a signal")
-        newest = run.newest_checkpoint() or options.resume
-        where = f"checkpoint {newest}; go on with --resume {newest}" if newest else "no checkpoint was complete yet"
-        sys.stderr.write(f"\npenstock: stopped, all workers ended; {where}\n")
+        sys.stderr.write(f"\npenstock: stopped, all workers ended; {done.how_to_go_on(command)}\n")
         raise typer.Exit(interrupted.exit_code) from None
 
 
@@ -131,15 +137,34 @@ def _begin(run: RunDirectory, job_file: Path, plan: Plan) -> None:
     places.make_latest(run)
 
 
-def train_here(job_file: Path, plan_file: Path, run: Path | None, options: Options) -> None:
-    """Be one worker."""
-    launched = LAUNCHED in os.environ and run is not None
-    open_here = partial(_open_with_launcher, run) if launched else partial(_open_at_worker_0, job_file, run)
-    _as_worker(lambda: train_worker(load_job(job_file), codec.load(Plan, plan_file), options, open_here))
+def train_here(job_file: Path, plan_file: Path, run: Path | None, options: Options) -> RunDirectory:
+    """Be one worker. Returns the directory of the run."""
+    launched = is_launched()
+    open_here = partial(_open_with_launcher if launched else _open_at_worker_0, job_file, run)
+    found: list[Checkpoints] = []
+
+    def work() -> RunDirectory:
+        try:
+            return train_worker(
+                load_job(job_file),
+                codec.load(Plan, plan_file),
+                options,
+                open_here,
+                opened=lambda run: found.append(Checkpoints(run, options.resume)),
+            )
+        except Exception as error:
+            for done in () if launched else found:  # otherwise the launcher says so
+                error.add_note(
+                    done.how_to_go_on(lambda newest: f"the same command on all hosts, with --resume {newest}")
+                )
+            raise
+
+    return _as_worker(work)
 
 
-def _open_with_launcher(run: Path, *_: object) -> AbstractContextManager[RunDirectory]:
+def _open_with_launcher(job_file: Path, run: Path | None, *_: object) -> AbstractContextManager[RunDirectory]:
     """The launcher has looked at everything, and holds the directory too."""
+    assert run is not None  # the launcher gives it
     return places.in_use(RunDirectory(run), with_launcher=True)
 
 
@@ -162,7 +187,11 @@ def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["PENSTOCK_VERIFY"] = directory
         arguments = ["verify", str(job_file), str(plan_file), "--timeout", str(timeout_s)]
-        _launch(arguments, len(plan.devices), plan.profile.threads)
+        try:
+            _launch(arguments, len(plan.devices), plan.profile.threads, timeout_s)
+        except Interrupted:
+            sys.stderr.write("\npenstock: stopped, all workers ended; nothing was compared\n")
+            raise
         return compare(job, plan, Path(directory))
 
 
@@ -177,7 +206,7 @@ def measure_cluster(workers: int, output: Path, timeout_s: float, as_json: bool)
     """Start workers on this machine to measure it; the first of them writes the file and shows what was found."""
     arguments = ["cluster", "measure", "--output", str(output), "--timeout", str(timeout_s)]
     try:
-        _launch([*arguments, "--json"] if as_json else arguments, workers, THREADS)
+        _launch([*arguments, "--json"] if as_json else arguments, workers, THREADS, timeout_s)
     except Interrupted as interrupted:
         sys.stderr.write("\npenstock: stopped, all workers ended; no cluster file was written\n")
         raise typer.Exit(interrupted.exit_code) from None
@@ -211,23 +240,31 @@ def _check_input(job_file: Path, plan_file: Path) -> Plan:
     return plan
 
 
-def _launch(arguments: Sequence[str], workers: int, threads: int) -> None:
-    os.environ[LAUNCHED] = "1"
-    launch_workers(["-m", "penstock", *arguments], workers, threads)
+def _launch(arguments: Sequence[str], workers: int, threads: int, timeout_s: float) -> None:
+    launch_workers(["-m", "penstock", *arguments], workers, threads, timeout_s)
 
 
-def _as_worker(work: Callable[[], object]) -> None:
+def _as_worker(work: Callable[[], T]) -> T:
     """Run a worker's part. Its error goes to the launcher, which tells the first; others keep their traceback."""
     handler = get_error_handler()
     handler.initialize()
     try:
-        work()
+        return work()
     except PenstockError as error:
-        handler.record_exception(error)
-        if LAUNCHED in os.environ:
-            raise typer.Exit(2) from None
-        raise
+        _report(error, handler)
+    except DistError as error:
+        lost = WorkerError(f"worker {os.environ['RANK']} has lost the launcher that joins the workers: {error}")
+        for note in getattr(error, "__notes__", ()):
+            lost.add_note(note)
+        _report(lost, handler)
     except Exception as error:
         handler.record_exception(error)
         traceback.print_exc()
         raise typer.Exit(1) from None
+
+
+def _report(error: PenstockError, handler: ErrorHandler) -> NoReturn:
+    handler.record_exception(error)
+    if is_launched():
+        raise typer.Exit(2) from None
+    raise error

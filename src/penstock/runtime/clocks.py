@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from penstock.clocks import Alignment, RoundTrip, align
 from penstock.errors import WorkerError
 from penstock.runtime.machine import clock_id
+from penstock.runtime.meeting import together
 from penstock.runtime.transport import short_reason
 
 TRIPS = 40
@@ -33,17 +35,24 @@ class GroupWire:
         self.group = group
 
     def send(self, moment_s: float, to: int) -> None:
-        dist.send(torch.tensor([moment_s], dtype=torch.float64), to, group=self.group)
+        with _naming(to):
+            dist.send(torch.tensor([moment_s], dtype=torch.float64), to, group=self.group)
 
     def receive(self, source: int) -> float:
         moment = torch.empty(1, dtype=torch.float64)
-        try:
+        with _naming(source):
             dist.recv(moment, source, group=self.group)
-        except RuntimeError as error:
-            raise WorkerError(
-                f"worker {dist.get_rank()} waited for worker {source} to compare clocks: {short_reason(error)}"
-            ) from error
         return float(moment)
+
+
+@contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerError(
+            f"worker {dist.get_rank()} waited for worker {peer} to compare clocks: {short_reason(error)}"
+        ) from error
 
 
 class Clocks:
@@ -87,7 +96,8 @@ class Clocks:
         return trips
 
 
-def clocks_of(group: dist.ProcessGroup) -> Clocks:
+def clocks_of(group: dist.ProcessGroup, timeout_s: float) -> Clocks:
     names = [""] * dist.get_world_size(group)
-    dist.all_gather_object(names, clock_id(), group)
+    with together("tell which clock it reads", timeout_s):
+        dist.all_gather_object(names, clock_id(), group)
     return Clocks(dist.get_rank(), names, GroupWire(group))

@@ -151,13 +151,15 @@ def _square_sum(tensor: Tensor) -> float:
 
 
 class ErrorMeter:
-    """Keeps what compression loses: of the first message of each edge and direction, and then of one in a hundred."""
+    """Adds up what compression loses: of the first message of each edge and direction, and then of one in a hundred."""
 
     def __init__(self) -> None:
-        self.errors: dict[Direction, list[float]] = defaultdict(list)
+        self.errors: dict[Direction, tuple[float, int]] = {}
+        """The sum of the relative errors, and of how many messages."""
         self._messages: dict[Direction, int] = defaultdict(int)
 
     def look(self, direction: Direction, measure: Callable[[], float]) -> None:
         if self._messages[direction] % LOOKED_AT_EVERY == 0:
-            self.errors[direction].append(measure())
+            total, count = self.errors.get(direction, (0.0, 0))
+            self.errors[direction] = (total + measure(), count + 1)
         self._messages[direction] += 1

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.schedule import Action
-from penstock.trace import CODES, KINDS, Event
+from penstock.trace import CODES, KINDS, Array, Columns, joined
 
 CHUNK = 1024
 FIRST, NEWEST = 64, 384
 """Chunks that are kept of a run, all workers together: 65,536 and 393,216 actions, 11 MB."""
 
 _KIND_BITS, _INDEX_BITS = 3, 40
+ROW = np.dtype([("action", "<i8"), ("start_s", "<f8"), ("end_s", "<f8")])
+"""An action as it is handed in: stage, index and kind in one number, and its times."""
 
 
 class Timed(NamedTuple):
@@ -35,18 +36,11 @@ class _Chunk:
         self.times = array("d")
         """start and end of each"""
 
-    def packed(self) -> list[str]:
-        return [
-            base64.b64encode(np.asarray(column).astype(form).tobytes()).decode()
-            for column, form in ((self.actions, "<i8"), (self.times, "<f8"))
-        ]
-
-    @classmethod
-    def unpacked(cls, actions: str, times: str) -> _Chunk:
-        chunk = cls()
-        chunk.actions.extend(np.frombuffer(base64.b64decode(actions), "<i8").tolist())
-        chunk.times.extend(np.frombuffer(base64.b64decode(times), "<f8").tolist())
-        return chunk
+    def rows(self) -> Array:
+        made = np.empty(len(self), ROW)
+        made["action"], times = np.asarray(self.actions), np.asarray(self.times)
+        made["start_s"], made["end_s"] = times[0::2], times[1::2]
+        return made
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -99,13 +93,14 @@ class EventLog:
 
     def parts(self) -> list[list[Timed]]:
         """One, or where something between was let go two: the first actions, and the newest."""
-        first, newest = ([event for chunk in chunks for event in chunk] for chunks in (self._first, self._newest))
-        return [first, newest] if self._dropped else [first + newest]
+        return [[event for chunk in chunks for event in chunk] for chunks in self._kept()]
 
-    def packed(self) -> list[list[list[str]]]:
-        """The same, to send to another worker as JSON."""
-        kept = [self._first, list(self._newest)] if self._dropped else [[*self._first, *self._newest]]
-        return [[chunk.packed() for chunk in part] for part in kept]
+    def rows(self) -> list[Array]:
+        """The same as arrays of ``ROW``."""
+        return [_joined_rows(part) for part in self._kept()]
+
+    def _kept(self) -> list[list[_Chunk]]:
+        return [self._first, list(self._newest)] if self._dropped else [[*self._first, *self._newest]]
 
     def __len__(self) -> int:
         return sum(map(len, self._first)) + sum(map(len, self._newest))
@@ -114,23 +109,33 @@ class EventLog:
         return iter([event for part in self.parts() for event in part])
 
 
-def unpacked(parts: Sequence[Sequence[Sequence[str]]]) -> list[list[Timed]]:
-    return [[event for chunk in part for event in _Chunk.unpacked(*chunk)] for part in parts]
+def _joined_rows(chunks: Iterable[_Chunk]) -> Array:
+    return np.concatenate([chunk.rows() for chunk in chunks])
 
 
-Parts = Sequence[Sequence[Event]]
-"""a worker's events as EventLog.parts has them"""
+def columns_of(rows: Array, worker: int) -> Columns:
+    """Rows of ``ROW`` as the columns of a trace."""
+    actions = rows["action"]
+    return Columns(
+        worker=np.full(len(rows), worker, np.int64),
+        stage=actions >> _KIND_BITS + _INDEX_BITS,
+        kind=(actions & (1 << _KIND_BITS) - 1).astype(np.int8),
+        index=actions >> _KIND_BITS & (1 << _INDEX_BITS) - 1,
+        start_s=rows["start_s"],
+        end_s=rows["end_s"],
+    )
 
 
-def beginning_and_newest(workers: Sequence[Parts]) -> tuple[list[list[Event]] | None, list[list[Event]]]:
-    """The events of all workers at the beginning of the run, and its newest: nothing and everything, where nobody let
-    anything go; else each the stretch of time for which all have theirs, so that nobody seems idle who was not."""
-    gaps = [(parts[0][-1].end_s, parts[1][0].start_s) for parts in workers if len(parts) > 1]
-    every = [[event for part in parts for event in part] for parts in workers]
+def beginning_and_newest(workers: Sequence[Sequence[Columns]]) -> tuple[Columns | None, Columns]:
+    """The events of all workers at the beginning of the run, and its newest. Each worker gives its events in the parts
+    that ``EventLog.parts`` has.
+
+    Where nobody let anything go these are nothing and everything. Otherwise each is the stretch of time for which all
+    workers have their events, so that nobody seems idle who was not.
+    """
+    gaps = [(parts[0].end_s[-1], parts[1].start_s[0]) for parts in workers if len(parts) > 1]
+    every = joined([part for parts in workers for part in parts])
     if not gaps:
         return None, every
     until_s, since_s = min(end_s for end_s, _ in gaps), max(start_s for _, start_s in gaps)
-    return (
-        [[event for event in events if event.end_s <= until_s] for events in every],
-        [[event for event in events if event.start_s >= since_s] for events in every],
-    )
+    return every[every.end_s <= until_s], every[every.start_s >= since_s]

@@ -12,6 +12,7 @@ before the next cut, so nobody waits in a circle.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -29,6 +30,7 @@ from penstock.errors import PenstockError, WorkerError
 from penstock.run import RunDirectory
 from penstock.runtime import checkpoint
 from penstock.runtime.checkpoint import Checkpoint, lacks_room
+from penstock.runtime.meeting import together
 from penstock.runtime.state import WorkerState
 from penstock.runtime.transport import short_reason
 from penstock.sampling import Epoch
@@ -37,7 +39,12 @@ from penstock.schedule import Action, Kind, Schedule, cuts_of, due
 log = logging.getLogger(__name__)
 
 Save = Callable[[Path, Mapping[str, Tensor]], None]
-"""Writes this worker's tensors for the checkpoint of that place; returns when every worker's are written."""
+"""Writes this worker's tensors for the checkpoint of that place; returns when every worker's are written. Raises
+WorkerError where another worker does not come."""
+
+
+GRACE_S = 3.0
+"""What the pipeline has to find a lost peer for itself, once the thread has lost it."""
 
 
 class _Moment(NamedTuple):
@@ -61,13 +68,18 @@ class _Failure(NamedTuple):
 
     @property
     def is_a_lost_peer(self) -> bool:
-        """Which the group does not name."""
-        return isinstance(self.error, RuntimeError)
+        return isinstance(self.error, WorkerError)
 
 
-def save_together(group: dist.ProcessGroup) -> Save:
+def save_together(group: dist.ProcessGroup, timeout_s: float) -> Save:
     """With all workers, over a group that nothing else uses, since it is used at moments of its own."""
-    return lambda directory, tensors: checkpoint.save_shard(directory, tensors, group)
+    numbers = itertools.count()
+
+    def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        with together("write a checkpoint", timeout_s, number=next(numbers)):
+            checkpoint.save_shard(directory, tensors, group)
+
+    return save
 
 
 class Keeper:
@@ -82,15 +94,21 @@ class Keeper:
         keep: int,
         timeout_s: float,
         complete: Callable[[Checkpoint], Checkpoint] = lambda done: done,
+        announce: Callable[[Checkpoint], None] = lambda done: None,
     ) -> None:
-        """``complete`` adds what else is known of the run at the moment of a checkpoint."""
+        """``complete`` adds what else is known of the run at the moment of a checkpoint. ``announce`` is called at
+        worker 0 for each that is complete on disk, by the thread that calls ``after`` and ``finish``."""
         self.state, self.run, self.rank = state, run, rank
         self.save, self.every, self.keep, self.timeout_s = save, every, keep, timeout_s
-        self.complete = complete
+        self.complete, self.announce = complete, announce
         self._moments: deque[_Moment] = deque()
         self._taken: dict[int, dict[str, Tensor]] = {}
         """of the stages that this worker runs, those that are at the cut"""
         self._writing: threading.Thread | None = None
+        self._deadline_s = 0.0
+        """for the checkpoint that is being written"""
+        self._committed: deque[Checkpoint] = deque()
+        """those that are complete and have not been announced"""
         self._place = run.checkpoints
         self._failed: _Failure | None = None
         self._without_room: _Failure | None = None
@@ -110,15 +128,17 @@ class Keeper:
 
     def after(self, action: Action) -> None:
         """Call after every action."""
+        self._announce()
         if not self._goes_on() or action.kind is not Kind.STEP or not self._moments:
             return
         if self._moments[0].steps[action.stage] == action.index:
             self._at_cut(action.stage)
 
     def _goes_on(self) -> bool:
-        """A disk that fails is told at once. That a peer is gone the pipeline finds out for itself, and knows which."""
+        """A disk that fails is reported at once. That a peer is gone the pipeline soon finds out for itself, and then
+        its error says what was waited for."""
         failed = self._failed
-        if failed is not None and not (failed.is_a_lost_peer and time.monotonic() < failed.at_s + self.timeout_s):
+        if failed is not None and not (failed.is_a_lost_peer and time.monotonic() < failed.at_s + GRACE_S):
             self._raise(failed)
         return failed is None
 
@@ -143,13 +163,18 @@ class Keeper:
     def finish(self) -> None:
         """Wait until the last checkpoint is written. Without it the run would end with nothing to show for itself."""
         self._wait()
+        self._announce()
         failed = self._failed or self._without_room
         if failed is not None:
             self._raise(failed)
 
+    def _announce(self) -> None:
+        while self._committed:
+            self.announce(self._committed.popleft())
+
     def _wait(self) -> None:
         if self._writing is not None:
-            self._writing.join(self.timeout_s)
+            self._writing.join(max(0.0, self._deadline_s - time.monotonic()))
             if self._writing.is_alive():
                 raise WorkerError(
                     f"worker {self.rank} waited for {self._place} to be written by all workers (at most "
@@ -165,6 +190,7 @@ class Keeper:
         self._place = checkpoint.directory_of(self.run.checkpoints, done.steps)
         # A daemon: a worker that fails must not stay for its thread, which may wait for others that have ended.
         arguments = (self.complete(done), self._place, tensors)
+        self._deadline_s = time.monotonic() + self.timeout_s + GRACE_S  # the thread's own error comes first
         self._writing = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._writing.start()
 
@@ -173,6 +199,7 @@ class Keeper:
             self.save(place, tensors)
             if self.rank == 0:
                 checkpoint.commit(place, done)
+                self._committed.append(done)
                 checkpoint.prune(self.run.complete_checkpoints(), self.keep)
             self._without_room = None
         except BaseException as error:  # torch's own is no Exception

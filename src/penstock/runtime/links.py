@@ -17,6 +17,7 @@ import torch.distributed as dist
 from penstock.errors import WorkerError
 from penstock.plan import Plan
 from penstock.runtime.machine import host_id
+from penstock.runtime.meeting import together
 from penstock.runtime.shared_file import MadeFile, OpenedFile, Place
 from penstock.runtime.shared_memory import Line, SharedMemoryTransport, is_supported, make_file, open_file
 from penstock.runtime.sync import sync_groups
@@ -69,7 +70,8 @@ def make_links(
     groups: Sequence[tuple[int, ...]], pairs: Iterable[Pair], *, device: torch.device, timeout_s: float
 ) -> Links:
     """Every worker calls it, with the same arguments, once per process group."""
-    base = TorchTransport(groups)
+    with together("make groups", timeout_s):
+        base = TorchTransport(groups, timeout_s)
     mine = sorted(pair for pair in set(pairs) if base.rank in pair)
     chosen = {pair: str(dist.get_backend()) for pair in mine}
     if device.type != "cpu":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from penstock.errors import JobError, PlanError
 from penstock.job import Job
 from penstock.runtime.grouping import LOSS
+from penstock.runtime.loss_file import LossFile
 from penstock.runtime.randomness import keyed_function
 
 log = logging.getLogger(__name__)
@@ -131,26 +131,25 @@ def _weight(given: Any, what: str) -> float:
 
 @dataclass
 class LossLog:
-    """The losses that a worker with the last stage has seen, microbatch by microbatch."""
+    """The losses that a worker with the last stage sees, microbatch by microbatch. Only the newest stay in memory."""
 
     on_nonfinite: Literal["warn", "stop"] = "warn"
-    newest_checkpoint: Callable[[], Path | None] = lambda: None
-    terms: dict[int, Term] = field(default_factory=dict)
-    """by the microbatch of the run"""
+    file: LossFile | None = None
+    _newest: deque[Term] = field(default_factory=lambda: deque(maxlen=RECENT))
     _warned: bool = False
 
     def add(self, microbatch: int, found: Term, minibatch: int) -> None:
-        """``minibatch`` counts those of the whole run that come before its own."""
-        self.terms[microbatch] = found
+        """``microbatch`` is its number in the run; ``minibatch`` counts those of the whole run before its own."""
+        self._newest.append(found)
+        if self.file is not None:
+            self.file.add(microbatch, *found)
         if math.isfinite(found.total) or self._warned:
             return
         self._warned = True
         words = f"the loss of minibatch {minibatch + 1} is {'not a number' if math.isnan(found.total) else 'infinite'}"
         remedy = "lower the learning rate, clip gradients (Job.clip_norm), or look for such values in the data"
         if self.on_nonfinite == "stop":
-            newest = self.newest_checkpoint()
-            where = f"the newest checkpoint is {newest}" if newest else "no checkpoint is complete yet"
-            raise JobError(f"{words}, where Job.on_nonfinite_loss says to stop; {where}; {remedy}")
+            raise JobError(f"{words}, where Job.on_nonfinite_loss says to stop; {remedy}")
         log.warning(
             "%s; training goes on (Job.on_nonfinite_loss='stop' would end it); %s; later ones are not reported",
             words,
@@ -159,5 +158,5 @@ class LossLog:
 
     def recent(self) -> float | None:
         """A mean over the newest microbatches."""
-        found = mean_of(itertools.islice(reversed(self.terms.values()), RECENT))
+        found = mean_of(self._newest)
         return found if math.isfinite(found) else None

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock import codec
-from penstock.clocks import Alignment
-from penstock.errors import JobError, PlanError, WorkerError
+from penstock.errors import JobError, PlanError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
@@ -34,12 +31,25 @@ from penstock.runtime.checkpoint import Checkpoint
 from penstock.runtime.clocks import Clocks, clocks_of
 from penstock.runtime.evaluate import Evaluator
 from penstock.runtime.events import EventLog, beginning_and_newest
-from penstock.runtime.handed_in import edge_errors, of_stage, on_one_clock, per_minibatch
+from penstock.runtime.handed_in import (
+    Account,
+    accounts_of,
+    clear,
+    edge_error,
+    edge_errors,
+    events_of,
+    hand_in,
+    losses_file,
+    of_stage,
+)
 from penstock.runtime.keeper import Keeper, Save, save_together
+from penstock.runtime.launch import end_with_launcher
 from penstock.runtime.links import Links, make_links, talking_pairs
+from penstock.runtime.loss_file import LossFile, per_minibatch, read_rows
 from penstock.runtime.losses import LossLog
 from penstock.runtime.machine import descriptors_explained, share_of_machine
 from penstock.runtime.measure import device_kind
+from penstock.runtime.meeting import join, leave, together
 from penstock.runtime.memory import MemoryMeter, held_bytes
 from penstock.runtime.placement import check_placement
 from penstock.runtime.progress import Listener, Progress, ProgressLine
@@ -47,10 +57,9 @@ from penstock.runtime.release import Share, release_other_layers
 from penstock.runtime.scalars import Scalars
 from penstock.runtime.state import state_of
 from penstock.runtime.sync import sync_groups
-from penstock.runtime.transport import short_reason
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind
-from penstock.trace import Event, merge
+from penstock.trace import trace_of
 
 MOST_AT_ONCE = 100_000
 """microbatches times workers"""
@@ -81,17 +90,31 @@ class Options:
             raise JobError("--resume goes on with a run, --init starts one from given weights; give one of them")
 
 
-def train_worker(job: Job, plan: Plan, options: Options, open_run: OpenRun) -> RunDirectory:
+def train_worker(
+    job: Job,
+    plan: Plan,
+    options: Options,
+    open_run: OpenRun,
+    *,
+    opened: Callable[[RunDirectory], object] = lambda run: None,
+) -> RunDirectory:
     """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment.
 
-    Worker 0 opens the directory of the run; returns it, at every worker.
+    Worker 0 opens the directory of the run; returns it, at every worker. ``opened`` is told of it before
+    training begins.
     """
     with worker_process(plan, options.timeout_s) as device, ExitStack() as stack:
         check_placement(plan, device, options.timeout_s)
         store = dist.distributed_c10d._get_default_store()
+
+        def meet() -> None:
+            with together("agree on the run directory", options.timeout_s):
+                dist.barrier()
+
         run = agree_on_run(
-            store, dist.get_rank(), dist.barrier, lambda: stack.enter_context(open_run(job, plan, options.resume))
+            store, dist.get_rank(), meet, lambda: stack.enter_context(open_run(job, plan, options.resume))
         )
+        opened(run)
         groups = sync_groups(plan, together=job.updates_together or job.evaluation is not None)
         links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
         assembly = assemble(
@@ -103,8 +126,10 @@ def train_worker(job: Job, plan: Plan, options: Options, open_run: OpenRun) -> R
             timeout_s=options.timeout_s,
         )
         # gloo also where the workers compute on GPUs: what checkpoints exchange and write is in host memory
-        aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s))
-        _Training(assembly, run, options, links, save_together(aside), clocks_of(aside)).run()
+        with together("build its stages", options.timeout_s):
+            aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s))
+        save, clocks = save_together(aside, options.timeout_s), clocks_of(aside, options.timeout_s)
+        _Training(assembly, run, options, links, save, clocks).run()
     return run
 
 
@@ -124,12 +149,13 @@ def worker_process(plan: Plan, timeout_s: float) -> Iterator[torch.device]:
 @contextmanager
 def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
     """A share of the machine and a place among the workers that were started together."""
+    end_with_launcher()
     local, local_workers = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with descriptors_explained(), share_of_machine(threads, local, local_workers) as device:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+        join("nccl" if device.type == "cuda" else "gloo", timeout_s)
         yield device
     # Only a worker that has done its part says goodbye: one that fails reports first, and its exit tells the others.
-    dist.destroy_process_group()
+    leave(timeout_s)
 
 
 class _Training:
@@ -151,12 +177,11 @@ class _Training:
             keep=options.keep_checkpoints,
             timeout_s=options.timeout_s,
             complete=self._complete,
+            announce=self._announce,
         )
-        self.losses = LossLog(self.job.on_nonfinite_loss, run.newest_checkpoint)
-        self.sizes: tuple[int, ...] = ()
-        """samples of each microbatch so far"""
-        self.minibatches: tuple[int, ...] = ()
-        """microbatches of each minibatch so far"""
+        self.losses = LossLog(self.job.on_nonfinite_loss, LossFile(losses_file(run, self.rank)))
+        self.samples = self.microbatches = 0
+        """trained so far, by all workers together, in whole parts"""
         self.samples_done = 0
         self.seconds = 0.0
         self._segment_start_s = 0.0
@@ -172,7 +197,7 @@ class _Training:
         release_other_layers(shares)
 
     def run(self) -> None:
-        done = self._start()
+        before = done = self._start()
         self.progress = self._make_progress(done)
         gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
         self.clocks.start()
@@ -185,14 +210,14 @@ class _Training:
                 self.keeper.take(done)
                 break
         self.keeper.finish()
-        if not self.sizes:
+        if not self.microbatches:
             raise JobError(
                 f"nothing is left to train: the checkpoint has all {self.job.epochs} epochs; raise Job.epochs"
             )
         self._tell(done="")
         self._meet()
         self.progress.pass_on(self.worker.clock())  # with everybody's last word
-        self._hand_in()
+        self._hand_in(before, done)
         self.progress.end("stopped early" if self.stopped_early else "finished")
 
     def _make_progress(self, done: Checkpoint) -> Progress:
@@ -229,16 +254,16 @@ class _Training:
 
     def _run_part(self, part: Epoch, before: Checkpoint) -> Checkpoint:
         """Fill the pipeline, run, and drain it; checkpoints are taken as it runs."""
-        segment = self.assembly.segment(part, len(self.sizes), self._rounds)
+        segment = self.assembly.segment(part, self.microbatches, self._rounds)
         is_last = part.number == self.job.epochs - 1 and part.is_end
         done = self.keeper.expect(segment.schedule, part, before, is_last=is_last)
         self._segment_start_s = self.worker.clock()
-        self.worker.on_action = partial(self._after, part=part, base=len(self.sizes))
+        self.worker.on_action = partial(self._after, part=part, base=self.microbatches)
         self.worker.run(segment)
         self._meet()
         self.seconds += self.worker.clock() - self._segment_start_s
-        self.sizes += part.samples
-        self.minibatches += part.minibatches
+        self.samples += sum(part.samples)
+        self.microbatches += len(part.samples)
         self._rounds += max(len(rounds) for rounds in segment.schedule.rounds)
         return done
 
@@ -270,26 +295,19 @@ class _Training:
 
     def _complete(self, done: Checkpoint) -> Checkpoint:
         """With what else a run that goes on must know."""
-        now_s, words = self.worker.clock(), f"checkpoint after {done.steps} minibatches"
-        self.progress.mark(Mark(at_s=now_s, kind="checkpoint", text=words, minibatch=done.steps))
         scaler = self.worker.scaler
         scale = (scaler.scale, scaler.good_updates) if scaler is not None else None
         return replace(done, loss_scale=scale, evaluations=self.evaluations)
 
+    def _announce(self, done: Checkpoint) -> None:
+        now_s, words = self.worker.clock(), f"checkpoint after {done.steps} minibatches"
+        self.progress.mark(Mark(at_s=now_s, kind="checkpoint", text=words, minibatch=done.steps))
+
     def _meet(self) -> float:
         """Wait for all workers; returns the moment, which all take as the same."""
         self._meetings += 1
-        keys = [f"penstock/meeting-{self._meetings}/{rank}" for rank in range(len(self.plan.devices))]
-        self.store.set(keys[self.rank], "here")
-        try:
+        with together("end a part", self.options.timeout_s, number=self._meetings):
             dist.barrier()
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            whom = f"worker {', '.join(map(str, missing))}" if missing else "a worker that came and then ended"
-            raise WorkerError(
-                f"worker {self.rank} waited for {whom} at the end of a part "
-                f"(at most {self.options.timeout_s:g} s): {short_reason(error)}"
-            ) from error
         return time.perf_counter()
 
     def _start(self) -> Checkpoint:
@@ -305,49 +323,57 @@ class _Training:
             self.state.initialise(self.options.init)
         return replace(Checkpoint.at_start(self.job, self.state.names), job=self.options.job_name)
 
-    def _gather(self, name: str, part: Any) -> list[Any]:
-        """Everybody's part at worker 0 (elsewhere nothing), through the store, as JSON."""
-        self.store.set(f"penstock/{name}/{self.rank}", json.dumps(part))
-        if self.rank != 0:
-            return []
-        return [json.loads(self.store.get(f"penstock/{name}/{rank}")) for rank in range(len(self.plan.devices))]
-
-    def _hand_in(self) -> None:
-        """Worker 0 writes what all have recorded."""
-        events = self._gather("events", [self._origin_s, self.worker.events.packed()])
-        clocks = self._gather("clocks", codec.encode(self.clocks.finish()))
-        losses = self._gather("losses", [[m, *each] for m, each in self.losses.terms.items()])
-        links = self._gather("links", {f"{low}-{high}": name for (low, high), name in self.links.chosen.items()})
-        kinds = self._gather("kinds", device_kind(self.worker.device))
-        lost = self._gather("compression", [[*key, errors] for key, errors in self.worker.mailbox.meter.errors.items()])
-        ages = self._gather("staleness", {i: stage.weights.staleness for i, stage in self.worker.stages.items()})
+    def _hand_in(self, before: Checkpoint, after: Checkpoint) -> None:
+        """Every worker leaves what it has recorded, and worker 0 makes the run's result and trace of it."""
+        if self.losses.file is not None:
+            self.losses.file.flush()
+        hand_in(self.run_directory, self.rank, self._account(), self.worker.events)
+        self._meet()
         if self.rank == 0:
-            aligned = [codec.decode(Alignment, each) for found in clocks for each in found]
-            beginning, newest_events = beginning_and_newest(on_one_clock(events, aligned))
-            newest = self.run_directory.newest_checkpoint()
-            result = Result(
-                samples=sum(self.sizes),
-                seconds=self.seconds,
-                losses=per_minibatch(itertools.chain.from_iterable(losses), self.minibatches),
-                checkpoint=str(newest.relative_to(self.run_directory.path)) if newest else None,
-                device_kinds={str(rank): kind for rank, kind in enumerate(kinds)},
-                links={pair: name for part in links for pair, name in part.items()},
-                evaluations=self.evaluations,
-                stopped_early=self.stopped_early,
-                compression=tuple(edge_errors(self.plan, itertools.chain.from_iterable(lost))),
-                staleness=tuple(of_stage(ages, index) for index in range(len(self.plan.stages))),
-                clocks=tuple(aligned),
-            )
-            self._save_trace(newest_events, self.run_directory.trace)
-            self._save_trace(beginning, self.run_directory.beginning)
-            codec.save(result, self.run_directory.result)
+            self._write_result(list(parts_between(self.job, self.plan, before, after)))
+            clear(self.run_directory)
         self._meet()
 
-    def _save_trace(self, events: Iterable[Iterable[Event]] | None, path: Path) -> None:
-        if events is None:
-            path.unlink(missing_ok=True)
-        else:
-            codec.save(merge("measured", self.plan.worker_names, self.sizes, events), path)
+    def _account(self) -> Account:
+        lost = self.worker.mailbox.meter.errors
+        return Account(
+            origin_s=self._origin_s,
+            clocks=tuple(self.clocks.finish()),
+            links={f"{low}-{high}": name for (low, high), name in self.links.chosen.items()},
+            device_kind=device_kind(self.worker.device),
+            compression=tuple(edge_error(self.plan, edge, *found) for edge, found in lost.items()),
+            staleness={
+                str(stage): {str(age): count for age, count in own.weights.staleness.items()}
+                for stage, own in self.worker.stages.items()
+            },
+        )
+
+    def _write_result(self, parts: Sequence[Epoch]) -> None:
+        run, workers = self.run_directory, range(len(self.plan.devices))
+        accounts = accounts_of(run, len(workers))
+        rows = itertools.chain.from_iterable(read_rows(losses_file(run, worker)) for worker in workers)
+        newest = run.newest_checkpoint()
+        result = Result(
+            samples=self.samples,
+            seconds=self.seconds,
+            losses=per_minibatch(rows, [count for part in parts for count in part.minibatches]),
+            checkpoint=str(newest.relative_to(run.path)) if newest else None,
+            device_kinds={str(worker): account.device_kind for worker, account in enumerate(accounts)},
+            links={pair: name for account in accounts for pair, name in account.links.items()},
+            evaluations=self.evaluations,
+            stopped_early=self.stopped_early,
+            compression=tuple(edge_errors(accounts)),
+            staleness=tuple(of_stage(accounts, index) for index in range(len(self.plan.stages))),
+            clocks=tuple(clock for account in accounts for clock in account.clocks),
+        )
+        codec.save(self.plan, run.plan)
+        sizes = tuple(itertools.chain.from_iterable(part.samples for part in parts))
+        beginning, newest_events = beginning_and_newest(events_of(run, accounts))
+        codec.save(trace_of("measured", self.plan.worker_names, sizes, newest_events), run.trace)
+        run.beginning.unlink(missing_ok=True)
+        if beginning is not None:
+            codec.save(trace_of("measured", self.plan.worker_names, sizes, beginning), run.beginning)
+        codec.save(result, run.result)
 
 
 def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
@@ -360,6 +386,14 @@ def parts_left(job: Job, plan: Plan, done: Checkpoint) -> Iterator[Epoch]:
         epoch = make_epoch(job, plan, number)
         first = done.minibatches if number == done.epoch else 0
         yield from replace(epoch, first_minibatch=first).parts(most, job.evaluate_every or most)
+
+
+def parts_between(job: Job, plan: Plan, before: Checkpoint, after: Checkpoint) -> Iterator[Epoch]:
+    """What was trained, an epoch or the part of one at a time. It is computed again rather than kept."""
+    for number in range(before.epoch, after.epoch + 1):
+        first = before.minibatches if number == before.epoch else 0
+        last = after.minibatches if number == after.epoch else None
+        yield replace(make_epoch(job, plan, number), first_minibatch=first, last_minibatch=last)
 
 
 def what_is_to_come(job: Job, plan: Plan, done: Checkpoint) -> Start:

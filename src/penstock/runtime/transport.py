@@ -9,7 +9,8 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -61,18 +62,22 @@ class TorchTransport:
     """torch.distributed: gloo on CPU, nccl on CUDA. Each direction has a group of its own, so that a late
     activation never holds up a gradient. Every rank must construct it with the same ``groups``."""
 
-    def __init__(self, groups: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> None:
+        """``timeout_s`` is for making the groups, and for whatever in them has no deadline of its own."""
         self.rank = dist.get_rank()
-        self._directions = {kind: dist.new_group() for kind in (Kind.FORWARD, Kind.BACKWARD)}
-        self._groups = {workers: dist.new_group(list(workers)) for workers in groups}
+        limit = timedelta(seconds=timeout_s)
+        self._directions = {kind: dist.new_group(timeout=limit) for kind in (Kind.FORWARD, Kind.BACKWARD)}
+        self._groups = {workers: dist.new_group(list(workers), timeout=limit) for workers in groups}
 
     def send(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
         peer, direction = channel
-        return _Transfer(dist.isend(tensor, peer, group=self._directions[direction], tag=number), tensor)
+        with _told_of(f"worker {peer}"):
+            return _Transfer(dist.isend(tensor, peer, group=self._directions[direction], tag=number), tensor)
 
     def receive(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
         peer, direction = channel
-        return _Transfer(dist.irecv(tensor, peer, group=self._directions[direction], tag=number), tensor)
+        with _told_of(f"worker {peer}"):
+            return _Transfer(dist.irecv(tensor, peer, group=self._directions[direction], tag=number), tensor)
 
     def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
         self.begin_all_reduce(tensor, workers).wait(timeout_s)
@@ -81,7 +86,17 @@ class TorchTransport:
         return True
 
     def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
-        return _Sum(dist.all_reduce(tensor, group=self._groups[workers], async_op=True), tensor, workers)
+        with _told_of(f"the workers {workers}"):
+            return _Sum(dist.all_reduce(tensor, group=self._groups[workers], async_op=True), tensor, workers)
+
+
+@contextmanager
+def _told_of(peers: str) -> Iterator[None]:
+    """torch may find at once that a connection is lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerError(f"the connection to {peers} is lost: {short_reason(error)}") from error
 
 
 @dataclass
