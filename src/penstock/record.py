@@ -161,7 +161,7 @@ class Reader:
         for line in whole.splitlines():
             self._lines += 1
             try:
-                self._take(json.loads(line))
+                self._take(codec.parse_json(line.decode(), "line"))
             except (ValueError, AttributeError, FormatError) as error:
                 raise FormatError(f"{self.path}: line {self._lines}: not a line of a run's record ({error})") from None
         return Record(start=self._start, moments=tuple(self._moments), marks=tuple(self._marks), end=self._end)
@@ -171,10 +171,16 @@ class Reader:
         if kind == "start":
             self._start = codec.decode(Start, value)
         elif kind == "moment":
-            self._moments.append(codec.decode(Moment, value))
+            self._moments.append(self._checked(codec.decode(Moment, value)))
         elif kind == "mark":
             self._marks.append(codec.decode(Mark, value))
         elif kind == "end":
             self._end = codec.decode(str, value)
         else:
             raise FormatError(f"{kind!r} is unknown")
+
+    def _checked(self, moment: Moment) -> Moment:
+        workers = len(self._start.workers) if self._start else len(moment.busy)
+        if {len(each) for each in (moment.busy, moment.memory_bytes, moment.done, moment.heard_s)} != {workers}:
+            raise FormatError(f"a moment that is not of {workers} workers")
+        return moment

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import reprlib
 import signal
 import sys
 from functools import partial
@@ -19,9 +20,12 @@ import typer
 
 from penstock import __version__, codec
 from penstock.bench import DRAWN, MODULES, run_benchmark
+from penstock.cli import checks
 from penstock.cli import show as shown
+from penstock.cli.steps import Steps
 from penstock.errors import FormatError, PenstockError, PlanError, WorkerError
 from penstock.formats import plan_text, read_cluster, read_profile
+from penstock.job import check_job_file
 from penstock.plan import NO_PREDICTION, Plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
@@ -41,6 +45,18 @@ from penstock.schedule import FAMILIES
 from penstock.survey import Survey
 from penstock.trace import Trace
 
+
+class Verbs(typer.core.TyperGroup):
+    """Says what was kept where the user ends a verb that has not said so itself."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.stderr.write("\npenstock: stopped; nothing was written\n")
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="penstock",
     help="Train any PyTorch model over many devices with the best mix of pipeline and data parallelism.",
@@ -49,6 +65,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 cluster_app = typer.Typer(help="Describe a cluster.", no_args_is_help=True, rich_markup_mode="markdown")
@@ -94,7 +112,7 @@ def root(
 @app.command(epilog="Example: penstock profile train.py --output profile.json")
 def profile(
     job: JobFile,
-    output: Annotated[Path, typer.Option(help="where to write the profile")] = Path("profile.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write the profile")] = Path("profile.json"),
     microbatch_size: Annotated[
         int | None,
         typer.Option(
@@ -106,7 +124,12 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure every layer of a job's model at several microbatch sizes: seconds, bytes, what autograd keeps."""
-    made = _profile(job, microbatch_size, threads)
+    check_job_file(job)
+    checks.check_can_write(output, "--output")
+    with _loading_torch(as_json) as steps:
+        from penstock.cli import workers
+
+        made = workers.profile(job, microbatch_size, threads, steps)
     codec.save(made, output)
     _answer(made, as_json, lambda: shown.profile_table(made), f"profile written to {output}")
 
@@ -154,7 +177,7 @@ def plan(
     cost: Annotated[
         str, typer.Option(help="default; or pipedream, sparsepipe, max-load: other systems' objectives, to compare")
     ] = "default",
-    output: Annotated[Path, typer.Option(help="where to write the plan")] = Path("plan.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write the plan")] = Path("plan.json"),
     as_json: Json = False,
 ) -> None:
     """Find the best stages, replicas and placement for a profile on a cluster."""
@@ -210,7 +233,7 @@ def import_profile(
             metavar="FILE", help="PipeDream graph.txt, SparsePipe server file, dnn-partitioning JSON or a profile"
         ),
     ],
-    output: Annotated[Path, typer.Option(help="where to write the profile")] = Path("profile.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write the profile")] = Path("profile.json"),
     as_json: Json = False,
 ) -> None:
     """Turn another system's profile into one of Penstock's."""
@@ -236,7 +259,7 @@ def export(
             "(partition); of a checkpoint's weights: safetensors, or state-dict (as torch.save writes it)",
         ),
     ],
-    output: Annotated[Path, typer.Option(help="where to write it")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write it")],
 ) -> None:
     """Write a plan as another system's file, or a checkpoint's weights as one file for any program."""
     if source.is_dir():
@@ -261,14 +284,12 @@ def show(
         Trace.FORMAT: (Trace, shown.trace_table, shown.trace_answer),
     }
     text = codec.read_text(file)
-    try:
-        tag = json.loads(text).get("format")
-    except (json.JSONDecodeError, AttributeError):
-        tag = None
-    if tag not in kinds:
-        raise FormatError(f"{file}: format is {tag!r}; expected one of {', '.join(kinds)}")
+    data = codec.parse_json(text, str(file))
+    tag = data.get("format") if isinstance(data, dict) else None
+    if not isinstance(tag, str) or tag not in kinds:
+        raise FormatError(f"{file}: format is {reprlib.repr(tag)}; expected one of {', '.join(kinds)}")
     cls, table, answer = kinds[tag]
-    value = codec.loads(cls, text, str(file))
+    value = codec.decode_from(str(file), cls, data)
     if svg is not None:
         if not isinstance(value, Plan):
             raise FormatError(f"{file}: --svg draws plans, and this is a {cls.__name__.lower()}")
@@ -278,7 +299,7 @@ def show(
 
 @app.command(
     epilog="Examples: penstock simulate plan.json --minibatches 100; "
-    "penstock simulate plan.json --what-if bandwidth=x10 --what-if speed@device:1=x0.5,microbatches=8; "
+    "penstock simulate plan.json --what-if bandwidth=x10 --what-if speed@device:1=x0.5,schedule=1f1b; "
     "penstock simulate plan.json --cluster 4@12GB/s,4@1.25GB/s"
 )
 def simulate(
@@ -294,7 +315,7 @@ def simulate(
         ),
     ] = None,
     minibatches: Annotated[int, typer.Option(min=1, help="how many to play")] = 50,
-    output: Annotated[Path | None, typer.Option(help="where to write the trace, if anywhere")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="where to write the trace, if anywhere")] = None,
     as_json: Json = False,
 ) -> None:
     """Play a plan's actions with the profile's costs: throughput, what each worker waits and holds, the bottleneck."""
@@ -359,6 +380,8 @@ def sweep(
     if svg is not None:
         codec.write_text(simulations.sweep_svg(found), svg)
     _answer(found, as_json, partial(simulations.sweep_table, found), f"drawing written to {svg}" if svg else "")
+    if not all(each.possible for each in found):
+        raise typer.Exit(1)
 
 
 def read_profile_or_plan(file: Path) -> Profile | Plan:
@@ -380,9 +403,10 @@ def emulate(
     as_json: Json = False,
 ) -> None:
     """Run a plan on devices that are not here: its workers exchange real messages, computing is a timed wait."""
+    directory, loaded = RunDirectory(run), codec.load(Plan, plan)
+    checks.check_run_directory(run)
     from penstock.runtime.emulate import emulate as run_emulated
 
-    directory, loaded = RunDirectory(run), codec.load(Plan, plan)
     found = run_emulated(loaded, minibatches, dilation=dilation, timeout_s=timeout)
     codec.save(loaded, directory.plan)
     codec.save(found.trace, directory.trace)
@@ -425,33 +449,37 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a job under a plan. One process per worker: started here, or by torchrun."""
-    from penstock.cli import workers
-
     directory = RunDirectory(run)
-    options = workers.Options(
-        run=directory,
-        resume=resume,
-        init=init,
-        timeout_s=timeout,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        quiet=as_json,
-        tensorboard=tensorboard,
-    )
-    if workers.is_worker():
-        if plan is None:
-            raise FormatError("torchrun needs a PLAN: profile and plan once, then give the same file on every host")
-        workers.train_here(job, plan, options)
-        return
-    if plan is None:
-        from penstock.planner import make_plan
+    check_job_file(job)
+    devices = read_cluster(cluster)
+    checks.check_run_directory(run)
+    if plan is not None:
+        checks.check_plan_file(plan)
+    with _loading_torch(as_json or "RANK" in os.environ) as steps:
+        from penstock.cli import workers
 
-        schedule = workers.schedule_for(job)
-        made = make_plan(_profile(job, None, 1), read_cluster(cluster), schedule=schedule)
+        options = workers.Options(
+            run=directory,
+            resume=resume,
+            init=init,
+            timeout_s=timeout,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            quiet=as_json,
+            tensorboard=tensorboard,
+        )
+        if workers.is_worker():
+            if plan is None:
+                raise FormatError("torchrun needs a PLAN: profile and plan once, then give the same file on every host")
+            workers.train_here(job, plan, options)
+            return
+        made = workers.profile_and_plan(job, devices, steps) if plan is None else None
+    if made is not None:
         if not as_json:
             shown.print_table(shown.plan_table(made))
-        codec.save(made, directory.plan)
         plan = directory.plan
+        codec.save(made, plan)
+    assert plan is not None
     workers.train(job, plan, options)
     found = write_report_of(directory)
     result = found.result
@@ -473,12 +501,15 @@ def train(
 @app.command(epilog="Example: penstock verify train.py plan.json")
 def verify(job: JobFile, plan: PlanFile, timeout: Timeout = 300.0, as_json: Json = False) -> None:
     """Compare loss and every gradient of a plan's workers with the single-process model."""
-    from penstock.cli import workers
+    check_job_file(job)
+    checks.check_plan_file(plan)
+    with _loading_torch(as_json or "RANK" in os.environ) as steps:
+        from penstock.cli import workers
 
-    if workers.is_worker():
-        workers.verify_here(job, plan, timeout)
-        return
-    found = workers.verify(job, plan, timeout)
+        if workers.is_worker():
+            workers.verify_here(job, plan, timeout)
+            return
+        found = workers.verify(job, plan, timeout, steps)
     _answer(shown.verification_answer(found), as_json, lambda: shown.verification_table(found))
     if not found.passed:
         raise typer.Exit(1)
@@ -496,13 +527,21 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="where to write the page; report.html in RUN, or of several runs comparison.html here"),
+        typer.Option(
+            "--output",
+            "-o",
+            help="where to write the page; report.html in RUN, or of several comparison.html here",
+        ),
     ] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="where to write a trace for ui.perfetto.dev, if anywhere")
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(help="directory to write the figures to as PNG, if anywhere; needs matplotlib")
+        Path | None,
+        typer.Option(
+            help="where to write the figures: a directory for a PNG of each, or a name that ends in .png for one with "
+            "all; needs matplotlib"
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -589,7 +628,9 @@ def demo(
     ),
 ) -> None:
     """Profile, plan, train and report a small language model on two workers of this machine."""
-    from penstock.cli.demo import run_demo
+    checks.check_run_directory(run)
+    with _loading_torch(quiet=False):
+        from penstock.cli.demo import run_demo
 
     run_demo(run)
 
@@ -601,11 +642,17 @@ def demo(
 )
 def measure_cluster(
     workers: Annotated[int, typer.Option(min=2, help="to start on this machine; torchrun starts its own")] = 2,
-    output: Annotated[Path, typer.Option(help="where to write the cluster file")] = Path("cluster.toml"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write the cluster file")] = Path(
+        "cluster.toml"
+    ),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the cluster file that is there")] = False,
     timeout: Timeout = 300.0,
     as_json: Json = False,
 ) -> None:
     """Time messages, all-reduces and a computation on the workers there are; write the cluster file to plan for."""
+    if output.exists() and not overwrite:
+        raise FormatError(f"{output}: is there already; name another with --output, or replace it with --overwrite")
+    checks.check_can_write(output, "--output")
     from penstock.cli import workers as processes
 
     def tell(found: Survey) -> None:
@@ -619,10 +666,11 @@ def measure_cluster(
         processes.measure_cluster(workers, output, timeout, as_json)
 
 
-def _profile(job: Path, microbatch_size: int | None, threads: int) -> Profile:
-    from penstock.cli import workers
-
-    return workers.profile(job, microbatch_size, threads)
+def _loading_torch(quiet: bool) -> Steps:
+    """To be used around the import of what needs torch, which takes seconds."""
+    steps = Steps(quiet=quiet)
+    steps.begin("loading torch")
+    return steps
 
 
 def write_report_of(directory: RunDirectory, page: Path | None = None) -> Outcome:

@@ -11,6 +11,7 @@ from penstock import codec
 from penstock.cli import app as verbs
 from penstock.cli import show as shown
 from penstock.cli import workers
+from penstock.cli.steps import Steps
 from penstock.cluster import parse_cluster
 from penstock.planner import Hints, make_plan
 from penstock.run import RunDirectory
@@ -22,7 +23,8 @@ CLUSTER = "local:2"
 def run_demo(run: Path) -> None:
     job_file, directory = Path(demo.__file__), RunDirectory(run)
     typer.echo("1/4  profile: a character-level transformer over Python's own documentation")
-    profile = workers.profile(job_file, None, threads=1)
+    with Steps() as steps:
+        profile = workers.profile(job_file, None, 1, steps)
     codec.save(profile, run / "profile.json")
     typer.echo(f"     {len(profile.graph.layers)} layers, captured by {profile.front_end}")
     typer.echo(f"2/4  plan: the best pipeline of two workers of this machine ({CLUSTER})")

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from penstock import codec
+from penstock.cli.steps import Steps
+from penstock.cluster import Cluster
 from penstock.errors import PenstockError, PlanError
 from penstock.plan import Plan
+from penstock.planner import make_plan
 from penstock.profile import Profile
 from penstock.runtime.assemble import check_job
 from penstock.runtime.checkpoint import read_index
@@ -37,6 +38,7 @@ __all__ = [
     "measure_cluster",
     "measure_cluster_here",
     "profile",
+    "profile_and_plan",
     "train",
     "train_here",
     "verify",
@@ -48,17 +50,17 @@ LAUNCHED = "PENSTOCK_LAUNCHED"
 """Set in workers that this command line started: it shows their errors itself."""
 
 
-def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profile:
+def profile(job_file: Path, microbatch_size: int | None, threads: int, steps: Steps) -> Profile:
+    steps.begin(f"loading {job_file}")
     job = load_job(job_file)
-    columns = (
-        TextColumn("profiling"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} layers"),
-        TimeElapsedColumn(),
-    )
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    with progress as bar, share_of_machine(threads) as device:
-        task = bar.add_task("layers", total=None)
+    steps.begin("profiling: capturing the model")
+
+    def progress(done: int, total: int) -> None:
+        if done == 1:
+            steps.begin("profiling")
+        steps.part(done, total, "parts")
+
+    with share_of_machine(threads) as device:
         return profile_job(
             job,
             clock=time.perf_counter,
@@ -66,13 +68,15 @@ def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profil
             microbatch_size=microbatch_size or job.batch_size,
             threads=threads,
             repeats=REPEATS,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=progress,
         )
 
 
-def schedule_for(job_file: Path) -> str:
-    """The schedule to plan with where none was asked for: a job whose stages update together needs 1f1b."""
-    return "1f1b" if load_job(job_file).updates_together else "pipedream"
+def profile_and_plan(job_file: Path, cluster: Cluster, steps: Steps) -> Plan:
+    """With the usual schedule; a job whose stages update together needs 1f1b."""
+    made = profile(job_file, None, 1, steps)
+    steps.begin("planning")
+    return make_plan(made, cluster, schedule="1f1b" if load_job(job_file).updates_together else "pipedream")
 
 
 def train(job_file: Path, plan_file: Path, options: Options) -> None:
@@ -94,7 +98,7 @@ def train(job_file: Path, plan_file: Path, options: Options) -> None:
     for left in (options.run.result, options.run.progress):
         left.unlink(missing_ok=True)
     try:
-        _launch(arguments, len(plan.devices), plan.profile.threads)
+        _launch(arguments, plan, quiet=options.quiet)
     except PenstockError as error:
         options.run.note_end(f"failed: {error}")
         raise
@@ -111,14 +115,23 @@ def train_here(job_file: Path, plan_file: Path, options: Options) -> None:
     _as_worker(lambda: train_worker(load_job(job_file), codec.load(Plan, plan_file), options))
 
 
-def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
+def verify(job_file: Path, plan_file: Path, timeout_s: float, steps: Steps) -> Verification:
+    steps.begin(f"loading {job_file}")
     plan = _check_input(job_file, plan_file)
-    job = load_job(job_file)
     with tempfile.TemporaryDirectory() as directory:
         os.environ["PENSTOCK_VERIFY"] = directory
         arguments = ["verify", str(job_file), str(plan_file), "--timeout", str(timeout_s)]
-        _launch(arguments, len(plan.devices), plan.profile.threads)
-        return compare(job, plan, Path(directory))
+        steps.begin(f"running a minibatch on {len(plan.devices)} workers")
+        try:
+            launch(arguments, len(plan.devices), plan.profile.threads)
+        except Interrupted as interrupted:
+            steps.end()
+            sys.stderr.write(
+                "\npenstock: stopped, all workers ended; nothing was compared, and verify keeps no files\n"
+            )
+            raise typer.Exit(interrupted.exit_code) from None
+        steps.begin("running the same minibatch in one process")
+        return compare(load_job(job_file), plan, Path(directory))
 
 
 def verify_here(job_file: Path, plan_file: Path, timeout_s: float) -> None:
@@ -130,9 +143,9 @@ def verify_here(job_file: Path, plan_file: Path, timeout_s: float) -> None:
 
 def measure_cluster(workers: int, output: Path, timeout_s: float, as_json: bool) -> None:
     """Start workers on this machine to measure it; the first of them writes the file and shows what was found."""
-    arguments = ["cluster", "measure", "--output", str(output), "--timeout", str(timeout_s)]
+    arguments = ["cluster", "measure", "--overwrite", "--output", str(output), "--timeout", str(timeout_s)]
     try:
-        _launch([*arguments, "--json"] if as_json else arguments, workers, THREADS)
+        launch([*arguments, "--json"] if as_json else arguments, workers, THREADS)
     except Interrupted as interrupted:
         sys.stderr.write("\npenstock: stopped, all workers ended; no cluster file was written\n")
         raise typer.Exit(interrupted.exit_code) from None
@@ -142,13 +155,14 @@ def measure_cluster_here(timeout_s: float, quiet: bool, tell: Callable[[Survey],
     """Be one worker; the first one tells what all have found."""
 
     def work() -> None:
-        columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        shown = os.environ["RANK"] == "0" and not quiet
-        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
-            task = bar.add_task("", total=None)
-            found = survey_cluster(
-                timeout_s, lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-            )
+        with Steps(quiet=quiet or os.environ["RANK"] != "0") as steps:
+            steps.begin("measuring: the workers meet")
+
+            def progress(done: int, total: int, what: str) -> None:
+                steps.begin(f"measuring {what}")
+                steps.part(done, total)
+
+            found = survey_cluster(timeout_s, progress)
         if found is not None:
             tell(found)
 
@@ -162,7 +176,14 @@ def _check_input(job_file: Path, plan_file: Path) -> Plan:
     return plan
 
 
-def _launch(arguments: Sequence[str], workers: int, threads: int) -> None:
+def _launch(arguments: Sequence[str], plan: Plan, *, quiet: bool) -> None:
+    if not quiet:
+        sys.stderr.write(f"starting {len(plan.devices)} workers\n")
+        sys.stderr.flush()
+    launch(arguments, len(plan.devices), plan.profile.threads)
+
+
+def launch(arguments: Sequence[str], workers: int, threads: int) -> None:
     os.environ[LAUNCHED] = "1"
     launch_workers(["-m", "penstock", *arguments], workers, threads)
 

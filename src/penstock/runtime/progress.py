@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TextIO
 
 from penstock.record import Mark, Moment, interval_s
 from penstock.runtime.memory import MemoryMeter
+from penstock.units import show_clock
 
 
 class Report(NamedTuple):
@@ -112,15 +114,23 @@ def moment_of(reports: Sequence[Report], busy: tuple[float, ...], now_s: float) 
 class ProgressLine:
     """Overwrites itself on a terminal; elsewhere prints a line now and then."""
 
-    def __init__(self, total_samples: int, out: TextIO | None = None, every_s: float = 2.0) -> None:
+    def __init__(self, total_samples: int = 0, out: TextIO | None = None, every_s: float = 2.0) -> None:
+        """``total_samples`` may be given later, when it is known."""
         self.total, self.out, self.every_s = total_samples, out or sys.stderr, every_s
         self._live = self.out.isatty()
         self._last_s = 0.0
         self._width = 0
 
+    def step(self, words: str) -> None:
+        """What is done before training begins."""
+        self.out.write("\r" + words.ljust(self._width) if self._live else words + "\n")
+        self._width = len(words)
+        self.out.flush()
+
     def moment(self, moment: Moment) -> None:
         text = self.text(moment)
         if self._live:
+            text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps could not be overwritten
             self.out.write("\r" + text.ljust(self._width))
             self._width = len(text)
         elif moment.at_s - self._last_s >= self.every_s:
@@ -133,7 +143,8 @@ class ProgressLine:
         busy = " ".join(f"{share:.0%}" for share in moment.busy)
         done = moment.samples / max(1, self.total)
         rate = moment.samples / moment.at_s if moment.at_s > 0 else 0.0
-        return f"{done:4.0%}  {loss}  {rate:.1f} samples/s  workers busy {busy}  {moment.at_s:.0f} s"
+        left = f", {show_clock((self.total - moment.samples) / rate)} left" if 0 < moment.samples < self.total else ""
+        return f"{done:4.0%}  {loss}  {rate:.1f} samples/s  {show_clock(moment.at_s)}{left}  workers busy {busy}"
 
     def mark(self, mark: Mark) -> None:
         """Leave a line standing above the one that moves."""
