@@ -226,7 +226,7 @@ def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
         except OverflowError:
             raise _too_large(data, where) from None
         if not is_usable(number):
-            raise FormatError(f"{where}: {number} is not a finite number of usual size; measure it again")
+            raise FormatError(f"{where}: {number} is not a finite number below 1e100; measure it again")
         return number
     if (hint is int and isinstance(data, bool)) or not isinstance(data, hint):
         raise _wrong({int: "a whole number", str: "text", bool: "true or false"}[hint], data, where)
@@ -250,7 +250,7 @@ def _at(where: str, key: str) -> str:
 
 
 def _too_large(number: int, where: str) -> FormatError:
-    return FormatError(f"{where}: a number of {len(str(abs(number)))} digits; it is damaged: write the file again")
+    return FormatError(f"{where}: a number of {len(str(abs(number)))} digits, which is damaged: measure it again")
 
 
 def _wrong(expected: str, data: Any, where: str) -> FormatError:

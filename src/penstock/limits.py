@@ -19,12 +19,18 @@ MOST_MICROBATCHES = 65_536
 MOST_SHARE = 1_000
 """microbatches that a replica takes in a round"""
 
-_LEAST, _MOST = 1e-100, 1e100
+_MOST = 1e100
+_LEAST_SECONDS = 1e-100
 
 
 def is_usable(number: float) -> bool:
-    """Whether products and quotients of a few such numbers stay finite."""
-    return number == 0 or _LEAST <= abs(number) <= _MOST
+    """Whether sums and products of such numbers stay finite."""
+    return abs(number) <= _MOST
+
+
+def per_second(amount: float, seconds: float) -> float | None:
+    """None of what takes no time."""
+    return amount / seconds if seconds > _LEAST_SECONDS else None
 
 
 def is_seconds(seconds: float) -> bool:

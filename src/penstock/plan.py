@@ -12,7 +12,7 @@ from typing import ClassVar
 from penstock.cluster import Cluster
 from penstock.compression import check_compression, coarsest
 from penstock.errors import PlanError
-from penstock.limits import MOST_MICROBATCHES, MOST_SHARE
+from penstock.limits import MOST_MICROBATCHES, MOST_SHARE, per_second
 from penstock.profile import Profile
 from penstock.schedule import (
     Action,
@@ -21,6 +21,7 @@ from penstock.schedule import (
     Schedule,
     Staleness,
     build_schedule,
+    check,
     check_layout,
     family,
     steady_staleness,
@@ -89,7 +90,8 @@ class Prediction:
     def gap(self) -> float:
         """How far above the proven bound the plan is, as a share of the bound."""
         seconds = self.seconds_per_minibatch if self.latency_s is None else self.latency_s
-        return seconds / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+        ratio = per_second(seconds, self.lower_bound_s)
+        return 0.0 if ratio is None else ratio - 1
 
 
 NO_PREDICTION = Prediction(seconds_per_minibatch=0.0, lower_bound_s=0.0, data_parallel_s=None, one_device_s=None)
@@ -132,6 +134,7 @@ class Plan:
             check_layout(self.schedule, self.pipeline)
         if self.custom:
             check_custom(self._custom_programs, self.pipeline)
+            check(self.schedule_for([self.microbatches] * 2))
 
     @property
     def is_asynchronous(self) -> bool:
@@ -140,8 +143,7 @@ class Plan:
     @property
     def predicted_samples_per_s(self) -> float | None:
         """The one prediction of its throughput; None where there is none."""
-        seconds = self.prediction.seconds_per_minibatch
-        return self.profile.batch_size / seconds if seconds > 0 else None
+        return per_second(self.profile.batch_size, self.prediction.seconds_per_minibatch)
 
     @property
     def takes_halves(self) -> bool:

@@ -131,7 +131,7 @@ class Profile:
         for each in self._sizes:
             self._check_size(each)
         if not 0 <= self.uncertainty <= 1:
-            raise ProfileError(f"uncertainty is {self.uncertainty}; it is a share from 0 to 1")
+            raise ProfileError(f"uncertainty is {self.uncertainty}; it is a share, 0 or more and at most 1")
 
     def _check_size(self, costs: SizeCosts) -> None:
         size = costs.microbatch_size

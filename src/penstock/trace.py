@@ -10,7 +10,7 @@ from typing import Any, ClassVar, overload
 import numpy as np
 
 from penstock.errors import FormatError
-from penstock.limits import MOST_SECONDS
+from penstock.limits import MOST_SECONDS, per_second
 from penstock.schedule import Action, Kind
 
 Array = np.ndarray[Any, Any]
@@ -193,7 +193,8 @@ class Trace:
         return steady
 
     def _rate(self, finished: Columns, seconds: float) -> float:
-        return float(np.array(self.samples)[finished.index].sum()) / seconds if seconds > 0 else 0.0
+        samples = float(np.array(self.samples, np.float64)[finished.index].sum())
+        return per_second(samples, seconds) or 0.0
 
     def busy_s(self, worker: int) -> float:
         """Seconds of computing: everything but waiting and synchronising."""

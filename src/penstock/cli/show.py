@@ -18,6 +18,7 @@ from rich.text import Text
 from penstock import codec
 from penstock.bench.rows import BenchRow
 from penstock.cluster import Device, Level
+from penstock.limits import per_second
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.profile import Profile
@@ -114,7 +115,7 @@ def profile_table(profile: Profile) -> Table:
     )
     for column in ("layer", "kind"):
         table.add_column(column)
-    add_numbers(table, ("forward", "backward\ninput", "backward\nweight", "param-\neters", "kept for\nbackward"))
+    add_numbers(table, ("forward", "backward\ninput", "backward\nweight", "weights", "kept for\nbackward"))
     for layer, row in zip(profile.graph.layers, seconds, strict=True):
         weights = sum(parameter.num_bytes for parameter in profile.graph.parameters_of([layer.id]))
         times = (row.forward_s, row.backward_input_s, row.backward_weight_s)
@@ -171,7 +172,7 @@ def plan_answer(plan: Plan) -> dict[str, Any]:
 
 
 def _rate(amount: float | None, seconds: float) -> float | None:
-    return amount / seconds if amount is not None and seconds > 0 else None
+    return None if amount is None else per_second(amount, seconds)
 
 
 def _stage_answer(costs: PlanCosts, index: int) -> dict[str, Any]:
@@ -211,6 +212,7 @@ def plan_table(plan: Plan) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        show_edge=False,
         title=f"{plan.profile.model} on {plan.cluster.name}, schedule {plan.schedule}",
         caption="; ".join(["time, in and out per microbatch", *(f"* {mark}" for mark in marks if mark)])
         + "\n".join(["", _summary(answer), *answer["notes"]]),
@@ -218,7 +220,7 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("stage", no_wrap=True)
     for column in ("layers", "devices"):
         table.add_column(column, overflow="fold")
-    stale = ("stale-\nness",) if plan.is_asynchronous else ()
+    stale = ("staleness",) if plan.is_asynchronous else ()
     add_numbers(table, ("in\nflight", *stale, "time", "in", "out", "memory"))
     for index, stage in enumerate(answer["stages"]):
         ends = (stage["first_layer"], stage["last_layer"])

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from penstock.cli.show import add_numbers, name_cell
 from penstock.errors import FormatError
+from penstock.limits import per_second
 from penstock.record import Moment, Reader, Record, Start
 from penstock.run import RunDirectory
 from penstock.units import show_bytes, show_clock
@@ -84,7 +85,7 @@ def pace(moments: Sequence[Moment]) -> float | None:
         return None
     last = moments[-1]
     at_s, samples = (moments[-LATELY].at_s, moments[-LATELY].samples) if len(moments) >= LATELY else (0.0, 0)
-    return (last.samples - samples) / (last.at_s - at_s) if last.at_s > at_s else None
+    return per_second(last.samples - samples, last.at_s - at_s)
 
 
 def _seconds_left(start: Start, moments: Sequence[Moment]) -> float | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.clocks import Alignment
+from penstock.limits import is_usable
 from penstock.plan import Plan
 from penstock.run import EdgeError
 from penstock.runtime.events import Timed, unpacked
@@ -48,7 +48,7 @@ def per_minibatch(losses: Any, minibatches: Sequence[int]) -> tuple[float | None
     first = 0
     for count in minibatches:
         mean = mean_of(by_microbatch[m] for m in range(first, first + count) if m in by_microbatch)
-        means.append(mean if math.isfinite(mean) else None)
+        means.append(mean if is_usable(mean) else None)
         first += count
     return tuple(means)
 
@@ -67,6 +67,6 @@ def edge_errors(plan: Plan, parts: Iterable[Sequence[Any]]) -> Iterator[EdgeErro
             target=target,
             sends=plan.stages[source].sends,
             direction=direction,
-            error=mean if math.isfinite(mean) else None,
+            error=mean if is_usable(mean) else None,
             looked_at=len(errors),
         )

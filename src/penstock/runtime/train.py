@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import math
 import os
 import sys
 import time
@@ -24,6 +23,7 @@ from penstock import codec
 from penstock.clocks import Alignment
 from penstock.errors import JobError, PlanError, WorkerError
 from penstock.job import Job
+from penstock.limits import is_usable
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.record import Mark, Start, Writer
@@ -215,7 +215,7 @@ class _Training:
     def _evaluate(self, done: Checkpoint) -> bool:
         """Whether to stop. All workers find the same values, so they all stop or none does."""
         assert self.evaluator is not None
-        found = {name: value if math.isfinite(value) else None for name, value in self.evaluator.run().items()}
+        found = {name: value if is_usable(value) else None for name, value in self.evaluator.run().items()}
         self.evaluations += (Evaluation(epoch=done.epoch, steps=done.steps, values=found),)
         stop = self.job.early_stop
         self.stopped_early = stop is not None and stop.stops([e.values.get(stop.metric) for e in self.evaluations])
