@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 import random
 import re
@@ -17,21 +18,25 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 from builders import affine_profile
 from format_files import CONF, GRAPH, SERVERS, layer_costs, placement
 from penstock import codec
+from penstock.cli import watch
 from penstock.cli.app import app
 from penstock.cluster import cluster_toml, parse_cluster
 from penstock.errors import PenstockError
 from penstock.formats import parse_partition, parse_stage_map
 from penstock.planner import make_plan
-from penstock.record import Mark, Moment, Start, Writer
+from penstock.record import Mark, Moment, Reader, Start, Writer
 from penstock.run import Evaluation, Result, RunDirectory
+from penstock.runtime.checkpoint import Checkpoint
 from penstock.simulate import Conditions, Episode, Stragglers, simulate
 
 ODD: list[Any] = [
@@ -95,6 +100,11 @@ def write_good_files(directory: Path) -> dict[str, File]:
         (directory / f"{kind}.txt").write_text(GRAPH)
     out = str(directory / "out")
     report = ("report", str(run.path), "--output", out, "--perfetto", out)
+    side_by_side = ("report", str(run.path), str(run.path), "--output", out)
+    checkpoint = Checkpoint(
+        epoch=0, minibatches=3, steps=3, samples=48, batch_size=8, seed=2**64 - 1, names={"w": "w"},
+        loss_scale=(2.0, 3), evaluations=result.evaluations,
+    )  # fmt: skip
     shown = (("show", "{}"), ("show", "{}", "--json"))
     played = ("simulate", "{}", "--minibatches", "4")
     exports = tuple(
@@ -117,11 +127,15 @@ def write_good_files(directory: Path) -> dict[str, File]:
         "conditions.toml": File(toml, (slower,)),
         "run/plan.json": File(run.plan.read_text(), (report,)),
         "run/trace.json": File(run.trace.read_text(), (report,)),
-        "run/result.json": File(run.result.read_text(), (report,)),
+        "run/result.json": File(run.result.read_text(), (report, side_by_side)),
         "run/progress.jsonl": File(run.progress.read_text(), (report, ("watch", str(run.path), "--json"))),
         "graph.txt": File(GRAPH, imported),
         "servers.txt": File(SERVERS, (*imported, (*on_cluster, "{}@1GB/s"))),
         "placement.json": File(json.dumps(placement()), (*imported, (*on_cluster, "{}"))),
+        "record.jsonl": File(run.progress.read_text(), read=partial(_watched, directory / "seen.jsonl")),
+        "checkpoint.json": File(
+            codec.dumps(checkpoint), read=lambda text: codec.loads(Checkpoint, text, "checkpoint.json")
+        ),
         "conf.json": File(json.dumps(CONF), read=lambda text: parse_stage_map(text, "conf.json")),
         "partition.json": File(
             '{"partition": [2, 3], "recompute_ratio": [0, 0.5], "batch_size": [4, 4]}',
@@ -129,6 +143,14 @@ def write_good_files(directory: Path) -> dict[str, File]:
         ),
         "costs.txt": File("1.5\n2.5\n3e-1\n", read=lambda text: layer_costs(text, text, text)),
     }  # fmt: skip
+
+
+def _watched(path: Path, text: str) -> str:
+    """What ``penstock watch`` shows of a record; the verb itself would wait for its end."""
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    console = Console(file=io.StringIO(), width=80)
+    console.print(watch.view(Reader(path).read(), 80, 0.0))
+    return str(console.file)
 
 
 def _write_progress(run: RunDirectory, workers: tuple[str, ...]) -> None:

@@ -244,7 +244,9 @@ def test_a_table_fits_80_columns_with_a_line_for_each_row(table: str) -> None:
     lines = printed(made[table]())
     assert max(map(len, lines)) <= 80
     rows = {"profile": 6, "plan": 2, "replicated": 2, "trace": 4, "simulation": 4, "sweep": 8}[table]
-    begins = {"trace": "stage", "simulation": "stage", "sweep": "(a-dir|b )", "profile": "enc"}.get(table, r"\d ")
+    begins = {"trace": "stage", "simulation": r"stage \d\S* on", "sweep": "(a-di|b )", "profile": "enc"}.get(
+        table, r"\d "
+    )
     assert len([line for line in lines if re.match(rf" *{begins}", line) and "/s" not in line[-4:]]) == rows
     words = {word for line in lines for word in line.split()}
     assert (

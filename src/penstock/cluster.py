@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from penstock import codec, units
 from penstock.errors import ClusterError, FormatError, PenstockError
-from penstock.limits import MOST_DEVICES, MOST_WHOLE, is_rate, is_seconds, is_speed
+from penstock.limits import MOST_DEVICES, is_rate, is_seconds, is_size, is_speed
 
 ANY_KIND = "any"
 """The device kind that takes its seconds from whatever the profile was measured on."""
@@ -46,7 +46,7 @@ class Device:
     def __post_init__(self) -> None:
         if not is_speed(self.speed):
             raise ClusterError(f"device speed is {self.speed}; it must be above 0, at most a million")
-        if self.memory_bytes is not None and not 0 < self.memory_bytes <= MOST_WHOLE:
+        if self.memory_bytes is not None and not (self.memory_bytes > 0 and is_size(self.memory_bytes)):
             raise ClusterError(f"device memory is {self.memory_bytes} bytes; leave it out where it is no constraint")
 
 

@@ -230,7 +230,7 @@ def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
         return number
     if (hint is int and isinstance(data, bool)) or not isinstance(data, hint):
         raise _wrong({int: "a whole number", str: "text", bool: "true or false"}[hint], data, where)
-    if hint is int and abs(data) > MOST_WHOLE:
+    if hint is int and abs(data) >= MOST_WHOLE:
         raise _too_large(data, where)
     return _text(data, where) if hint is str else data
 

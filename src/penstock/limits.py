@@ -11,8 +11,10 @@ LEAST_RATE, MOST_RATE = 1e-3, 1e18
 """bytes per second"""
 LEAST_SPEED, MOST_SPEED = 1e-6, 1e6
 """how much faster or slower than expected a device may be"""
-MOST_WHOLE = 2**53
-"""What JSON carries exactly: of bytes, 9 petabytes."""
+MOST_WHOLE = 2**64
+"""more than any seed or count"""
+MOST_BYTES = 2**53
+"""9 petabytes, exact as a float"""
 MOST_DEVICES = 65_536
 MOST_MICROBATCHES = 65_536
 """of a minibatch, or in flight"""
@@ -39,7 +41,7 @@ def is_seconds(seconds: float) -> bool:
 
 
 def is_size(num_bytes: float) -> bool:
-    return 0 <= num_bytes <= MOST_WHOLE
+    return 0 <= num_bytes <= MOST_BYTES
 
 
 def is_rate(bytes_per_s: float) -> bool:

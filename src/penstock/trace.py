@@ -10,7 +10,7 @@ from typing import Any, ClassVar, overload
 import numpy as np
 
 from penstock.errors import FormatError
-from penstock.limits import MOST_SECONDS, per_second
+from penstock.limits import MOST_DEVICES, MOST_SECONDS, per_second
 from penstock.schedule import Action, Kind
 
 Array = np.ndarray[Any, Any]
@@ -28,6 +28,8 @@ class Event:
     end_s: float
 
     def __post_init__(self) -> None:
+        if not 0 <= self.worker < MOST_DEVICES:
+            raise FormatError(f"event {self.action} is of worker {self.worker}; workers are numbered from 0")
         if not -MOST_SECONDS <= self.start_s <= self.end_s <= MOST_SECONDS:
             raise FormatError(
                 f"event {self.action} lasts from {self.start_s} to {self.end_s} s; it must end after it starts"

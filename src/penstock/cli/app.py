@@ -480,7 +480,11 @@ def train(
         plan = directory.plan
         codec.save(made, plan)
     assert plan is not None
-    workers.train(job, plan, options)
+    try:
+        workers.train(job, plan, options)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\npenstock: stopped before training began; the plan is kept: {plan}\n")
+        raise typer.Exit(130) from None
     found = write_report_of(directory)
     result = found.result
     _answer(

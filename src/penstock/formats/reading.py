@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from penstock import codec
 from penstock.errors import FormatError
-from penstock.limits import is_usable
+from penstock.limits import is_size
 from penstock.profile import LayerSeconds
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def parse_amount(text: str, where: str, places: int = 0) -> float:
 
 
 def checked_amount(number: float, where: str) -> float:
-    if not (is_usable(number) and number >= 0):
+    if not is_size(number):
         raise FormatError(f"{where}: {number} is no time or size; expected a finite number of 0 or more")
     return number
 
