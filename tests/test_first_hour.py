@@ -254,7 +254,7 @@ def test_a_table_fits_80_columns_with_a_line_for_each_row(table: str) -> None:
         >= {
             "profile": {"layer", "kind", "forward", "weights"},
             "plan": {"stage", "layers", "devices", "time", "memory"},
-            "replicated": {"stage", "layers", "devices", "staleness", "time", "memory"},
+            "replicated": {"stage", "layers", "devices", "staleness", "time", "memory", "(3)"},
             "trace": {"worker", "busy", "SYNC", "STEP"},
             "simulation": {"worker", "computing", "averaging", "change", "samples/s", "bottleneck"},
             "sweep": {"source", "cluster", "schedule", "replicas", "samples/s", "bottleneck"},

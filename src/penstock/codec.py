@@ -249,7 +249,7 @@ def _at(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
 
-def _too_large(number: int, where: str) -> FormatError:
+def _too_large(number: float, where: str) -> FormatError:
     return FormatError(f"{where}: a number of {len(str(abs(number)))} digits, which is damaged: measure it again")
 
 

@@ -215,13 +215,12 @@ def plan_table(plan: Plan) -> Table:
         show_edge=False,
         title=f"{plan.profile.model} on {plan.cluster.name}, schedule {plan.schedule}",
         caption="; ".join(["time, in and out per microbatch", *(f"* {mark}" for mark in marks if mark)])
-        + "\n".join(["", _summary(answer), *answer["notes"]]),
+        + "\n".join(["", *_staleness(plan), _summary(answer), *answer["notes"]]),
     )
     table.add_column("stage", no_wrap=True)
     for column in ("layers", "devices"):
         table.add_column(column, overflow="fold")
-    stale = ("staleness",) if plan.is_asynchronous else ()
-    add_numbers(table, ("in\nflight", *stale, "time", "in", "out", "memory"))
+    add_numbers(table, ("in\nflight", "time", "in", "out", "memory"))
     for index, stage in enumerate(answer["stages"]):
         ends = (stage["first_layer"], stage["last_layer"])
         table.add_row(
@@ -229,13 +228,18 @@ def plan_table(plan: Plan) -> Table:
             Names(ends, f" ({len(stage['layers'])})" + (", recomputed" if stage["recompute"] else "")),
             _devices(stage),
             str(stage["in_flight"]),
-            *(show_staleness(plan.staleness[index]) for _ in stale),
             show_seconds(stage["microbatch_s"]),
             show_bytes(stage["input_bytes"]),
             show_bytes(stage["output_bytes"]) + ("" if stage["sends"] == "exact" else f" {stage['sends']}"),
             show_memory(costs, index),
         )
     return table
+
+
+def _staleness(plan: Plan) -> list[str]:
+    if not plan.is_asynchronous:
+        return []
+    return [f"staleness of the stages: {', '.join(map(show_staleness, plan.staleness))} updates"]
 
 
 def show_staleness(staleness: Staleness) -> str:

@@ -134,7 +134,7 @@ def sweep_table(outcomes: Sequence[Outcome]) -> RenderableType:
     add_numbers(table, ("micro-\nbatches", "samples/s", "bubble", "peak\nmemory"))
     table.add_column("bottleneck", no_wrap=True)
     for outcome in outcomes:
-        cells: list[RenderableType] = ["-"] * 5 + ["cannot be"]
+        cells: list[RenderableType] = [*"-----", "cannot be"]
         if outcome.possible:
             cells = [
                 name_cell("-".join(map(str, outcome.replicas))),
