@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from penstock import codec
 from penstock.bench.rows import BenchRow
+from penstock.cli.cells import Names, add_numbers, letters, name_cell
 from penstock.cluster import Device, Level
 from penstock.limits import per_second
 from penstock.plan import Plan
@@ -29,7 +28,6 @@ from penstock.schedule import Action, Kind, Staleness
 from penstock.survey import LevelFindings, Survey
 from penstock.trace import Trace
 from penstock.units import (
-    shorten_middle,
     show_bytes,
     show_numbers,
     show_seconds,
@@ -46,61 +44,6 @@ def plain_console() -> Console:
 
 def print_table(table: RenderableType) -> None:
     plain_console().print(table)
-
-
-class Names:
-    """A cell ``first .. last``, or of one name, and what is said of it.
-
-    Where the column is too narrow, names lose their middle; they are never broken over lines."""
-
-    BETWEEN = " .. "
-    LEAST = 10
-    """letters of a name, if there is room"""
-
-    def __init__(self, names: Iterable[str], about: str = "") -> None:
-        self.names, self.about = list(dict.fromkeys(names)), about
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self._text(options.max_width), no_wrap=True)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        most = len(self._text(sys.maxsize))
-        return Measurement(min(most, most - sum(map(len, self.names)) + self.LEAST * len(self.names)), most)
-
-    def _text(self, width: int) -> str:
-        left = width - len(self.about) - len(self.BETWEEN) * (len(self.names) - 1)
-        shown = []
-        for at, name in enumerate(self.names):
-            others = sum(min(len(other), left // 2) for other in self.names[at + 1 :])
-            shown.append(shorten_middle(name, max(1, left - others)))
-            left -= len(shown[-1])
-        return self.BETWEEN.join(shown) + self.about
-
-
-def name_cell(text: str) -> Names:
-    return Names([text])
-
-
-def add_numbers(table: Table, columns: Iterable[str]) -> None:
-    """Columns that are never broken over lines; names give way to them."""
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-
-
-LETTERS = {
-    Kind.FORWARD: "F forward",
-    Kind.BACKWARD: "B backward",
-    Kind.INPUT: "I backward for inputs",
-    Kind.WEIGHT: "W backward for weights",
-    Kind.SYNC: "SYNC averaging among replicas, with the wait for them",
-    Kind.STEP: "STEP update of the weights",
-}
-
-
-def letters(kinds: Iterable[str]) -> str:
-    """What the actions in a table are."""
-    there = set(kinds)
-    return "; ".join(words for kind, words in LETTERS.items() if kind.value in there)
 
 
 def profile_table(profile: Profile) -> Table:

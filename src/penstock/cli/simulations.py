@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import codec
-from penstock.cli.show import add_numbers, name_cell, show_staleness, staleness_answer, trace_answer
+from penstock.cli.cells import add_numbers, name_cell
+from penstock.cli.show import show_staleness, staleness_answer, trace_answer
 from penstock.plan import Plan
 from penstock.report.bars import Bar, bars_svg
 from penstock.simulate import Simulation, verdict_of

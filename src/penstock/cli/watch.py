@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.show import add_numbers, name_cell
+from penstock.cli.cells import add_numbers, name_cell
 from penstock.errors import FormatError
 from penstock.limits import per_second
 from penstock.record import Moment, Reader, Record, Start

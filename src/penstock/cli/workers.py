@@ -97,8 +97,10 @@ def train(job_file: Path, plan_file: Path, options: Options) -> None:
         arguments.append("--json")
     for left in (options.run.result, options.run.progress):
         left.unlink(missing_ok=True)
+    if not options.quiet:
+        typer.echo(f"starting {len(plan.devices)} workers", err=True)
     try:
-        _launch(arguments, plan, quiet=options.quiet)
+        _launch(arguments, len(plan.devices), plan.profile.threads)
     except PenstockError as error:
         options.run.note_end(f"failed: {error}")
         raise
@@ -123,12 +125,10 @@ def verify(job_file: Path, plan_file: Path, timeout_s: float, steps: Steps) -> V
         arguments = ["verify", str(job_file), str(plan_file), "--timeout", str(timeout_s)]
         steps.begin(f"running a minibatch on {len(plan.devices)} workers")
         try:
-            launch(arguments, len(plan.devices), plan.profile.threads)
+            _launch(arguments, len(plan.devices), plan.profile.threads)
         except Interrupted as interrupted:
             steps.end()
-            sys.stderr.write(
-                "\npenstock: stopped, all workers ended; nothing was compared, and verify keeps no files\n"
-            )
+            sys.stderr.write("\npenstock: stopped, all workers ended; nothing was compared, and nothing is kept\n")
             raise typer.Exit(interrupted.exit_code) from None
         steps.begin("running the same minibatch in one process")
         return compare(load_job(job_file), plan, Path(directory))
@@ -145,7 +145,7 @@ def measure_cluster(workers: int, output: Path, timeout_s: float, as_json: bool)
     """Start workers on this machine to measure it; the first of them writes the file and shows what was found."""
     arguments = ["cluster", "measure", "--overwrite", "--output", str(output), "--timeout", str(timeout_s)]
     try:
-        launch([*arguments, "--json"] if as_json else arguments, workers, THREADS)
+        _launch([*arguments, "--json"] if as_json else arguments, workers, THREADS)
     except Interrupted as interrupted:
         sys.stderr.write("\npenstock: stopped, all workers ended; no cluster file was written\n")
         raise typer.Exit(interrupted.exit_code) from None
@@ -176,14 +176,7 @@ def _check_input(job_file: Path, plan_file: Path) -> Plan:
     return plan
 
 
-def _launch(arguments: Sequence[str], plan: Plan, *, quiet: bool) -> None:
-    if not quiet:
-        sys.stderr.write(f"starting {len(plan.devices)} workers\n")
-        sys.stderr.flush()
-    launch(arguments, len(plan.devices), plan.profile.threads)
-
-
-def launch(arguments: Sequence[str], workers: int, threads: int) -> None:
+def _launch(arguments: Sequence[str], workers: int, threads: int) -> None:
     os.environ[LAUNCHED] = "1"
     launch_workers(["-m", "penstock", *arguments], workers, threads)
 
