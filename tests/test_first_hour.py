@@ -22,7 +22,7 @@ from penstock.cli import show, simulations
 from penstock.cli.app import app
 from penstock.cli.steps import Steps
 from penstock.cluster import parse_cluster
-from penstock.errors import FormatError, JobError
+from penstock.errors import CaptureError, FormatError, JobError
 from penstock.planner import make_plan
 from penstock.profile import Profile
 from penstock.runtime.capture import capture
@@ -167,7 +167,7 @@ def test_a_job_file_may_import_what_lies_beside_it(tmp_path: Path, monkeypatch: 
 
 def test_a_model_whose_forward_fails_is_reported_once_with_the_layer() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(9, 2)))
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(CaptureError) as caught:
         capture(model, torch.randn(3, 4))
     words = str(caught.value)
     assert words.startswith("the forward of Sequential fails in layer '1.1' (Linear) on inputs of [3, 4] float32: ")

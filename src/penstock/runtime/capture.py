@@ -152,7 +152,7 @@ def _check_runs(model: nn.Module, inputs: Any) -> None:
     except Exception as error:
         modules, inner = dict(model.named_modules()), under_way[-1] if under_way else ""
         where = f" in layer {inner!r} ({type(modules[inner]).__name__})" if inner else ""
-        raise JobError(
+        raise CaptureError(
             f"the forward of {type(model).__name__} fails{where} on {_shapes(inputs)}: {why(error)}; "
             "correct the model, or the inputs in Job.data"
         ) from None
