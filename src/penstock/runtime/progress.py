@@ -114,18 +114,11 @@ def moment_of(reports: Sequence[Report], busy: tuple[float, ...], now_s: float) 
 class ProgressLine:
     """Overwrites itself on a terminal; elsewhere prints a line now and then."""
 
-    def __init__(self, total_samples: int = 0, out: TextIO | None = None, every_s: float = 2.0) -> None:
-        """``total_samples`` may be given later, when it is known."""
+    def __init__(self, total_samples: int, out: TextIO | None = None, every_s: float = 2.0) -> None:
         self.total, self.out, self.every_s = total_samples, out or sys.stderr, every_s
         self._live = self.out.isatty()
         self._last_s = 0.0
         self._width = 0
-
-    def step(self, words: str) -> None:
-        """What is done before training begins."""
-        self.out.write("\r" + words.ljust(self._width) if self._live else words + "\n")
-        self._width = len(words)
-        self.out.flush()
 
     def moment(self, moment: Moment) -> None:
         text = self.text(moment)

@@ -76,14 +76,11 @@ class Options:
 
 def train_worker(job: Job, plan: Plan, options: Options) -> None:
     """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
-    line = ProgressLine() if os.environ["RANK"] == "0" and not options.quiet else None
-    if line is not None:
-        line.step("the workers meet")
+    say_at_first("the workers meet", options)
     with worker_process(plan, options.timeout_s) as device:
         groups = sync_groups(plan, together=job.updates_together or job.evaluation is not None)
         links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
-        if line is not None:
-            line.step("the workers capture the model and build their stages")
+        say_at_first("the workers capture the model and build their stages", options)
         assembly = assemble(
             job,
             plan,
@@ -95,7 +92,14 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
         # gloo also where the workers compute on GPUs: what checkpoints exchange and write is in host memory
         aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s))
         gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
-        _Training(assembly, options, links, save_together(aside), clocks_of(aside), line).run()
+        _Training(assembly, options, links, save_together(aside), clocks_of(aside)).run()
+
+
+def say_at_first(words: str, options: Options) -> None:
+    """What is under way before there is any progress to show, once for all workers."""
+    if os.environ["RANK"] == "0" and not options.quiet:
+        sys.stderr.write(f"{words}\n")
+        sys.stderr.flush()
 
 
 @contextmanager
@@ -123,16 +127,7 @@ def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
 
 
 class _Training:
-    def __init__(
-        self,
-        assembly: Assembly,
-        options: Options,
-        links: Links,
-        save: Save,
-        clocks: Clocks,
-        line: ProgressLine | None,
-    ) -> None:
-        self.line = line
+    def __init__(self, assembly: Assembly, options: Options, links: Links, save: Save, clocks: Clocks) -> None:
         self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
         self.assembly, self.options, self.run_directory = assembly, options, options.run
         self.rank, self.links, self.clocks = self.worker.rank, links, clocks
@@ -193,10 +188,8 @@ class _Training:
         if self.rank == 0:
             start = what_is_to_come(self.job, self.plan, done)
             listeners.append(Writer(self.run_directory.progress, start))
-            if self.line is not None:
-                self.line.total = start.samples
-                self.line.step("training begins")
-                listeners.append(self.line)
+            if not self.options.quiet:
+                listeners.append(ProgressLine(start.samples))
             if self.options.tensorboard is not None:
                 listeners.append(Scalars(self.options.tensorboard, start))
         weights = [
