@@ -315,7 +315,7 @@ def _from_toml(data: dict[str, Any]) -> Cluster:
         _check_count(count, f"devices[{i}].count")
         devices.append([device] * equal)
     levels = [_toml_level(item, f"levels[{i}]") for i, item in enumerate(_tables(data, "levels"))]
-    plain = _with_units(data, Cluster, _CLUSTER_UNITS, "") | {
+    plain = _with_units(data, Cluster, _CLUSTER_UNITS, "", others=("format",)) | {
         "devices": list(itertools.chain.from_iterable(devices)),
         "levels": levels,
     }
