@@ -133,7 +133,9 @@ def test_on_a_terminal_steps_have_a_bar_and_no_unknown_total() -> None:
         steps.begin("loading torch")
         steps.begin("profiling")
         steps.part(3, 12, "parts")
+    assert "3 of 12 parts" in out.getvalue()
     assert "None" not in out.getvalue()
+    assert "left" not in out.getvalue()  # nothing is known of it yet
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(7, "0:07"), (187, "3:07"), (3765, "1:02:45")])

@@ -45,6 +45,10 @@ class Start:
 
     FORMAT: ClassVar[str] = "penstock.progress/1"
 
+    def __post_init__(self) -> None:
+        if len(self.memory_bytes) != len(self.workers):
+            raise FormatError(f"memory of {len(self.memory_bytes)} workers, and there are {len(self.workers)}")
+
     def minibatch(self, samples: int) -> int:
         """How many minibatches of the whole run these samples of this one come to."""
         return self.first_minibatch + round(self.minibatches * samples / max(1, self.samples))

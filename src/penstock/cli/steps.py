@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from penstock.units import show_clock
 
@@ -17,6 +18,14 @@ EVERY_S = 2.0
 """between two lines of one step, where there is no terminal"""
 ENOUGH_S = 1.0
 """of a step before it is said how long the rest may take"""
+
+
+class _LeftColumn(ProgressColumn):
+    """The time left, once it is known."""
+
+    def render(self, task: Task) -> Text:
+        left_s = task.time_remaining
+        return Text("" if not left_s else f"about {show_clock(left_s)} left")
 
 
 class Steps:
@@ -34,8 +43,7 @@ class Steps:
                 BarColumn(bar_width=20),
                 TextColumn("{task.fields[parts]}"),
                 TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(compact=True),
+                _LeftColumn(),
             )
             self._bar = Progress(*columns, console=Console(file=self._out, stderr=True), transient=True)
             self._task = self._bar.add_task("", total=None, parts="")

@@ -148,7 +148,7 @@ def _workers(start: Start, moment: Moment) -> RenderableType:
     add_numbers(table, ("busy", "last done", "memory", "predicted peak"))
     for worker, name in enumerate(start.workers):
         held, busy = moment.memory_bytes[worker], moment.busy[worker]
-        full = round(busy * BUSY_WIDTH)
+        full = round(min(1.0, max(0.0, busy)) * BUSY_WIDTH)
         silent_s = moment.at_s - moment.heard_s[worker]
         done = moment.done[worker] or "-"
         table.add_row(
