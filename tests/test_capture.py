@@ -218,10 +218,11 @@ def test_torch_prints_no_graph_of_what_it_cannot_trace(capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_reason_is_said_once_for_each_front_end() -> None:
+def test_the_reason_why_a_model_does_not_run_is_said_once_with_the_layer() -> None:
     with pytest.raises(CaptureError) as caught:
         capture(nn.Sequential(nn.Sequential(nn.Sequential(Broken()))), torch.randn(2, 2))
-    assert str(caught.value).count("fx:") == 1
+    assert str(caught.value).count("RuntimeError: this model does not work") == 1
+    assert "in layer '0.0.0' (Broken)" in str(caught.value)
 
 
 def test_a_sequential_that_nothing_can_trace_keeps_its_children() -> None:

@@ -151,9 +151,15 @@ DEVICE, LEVEL = "[[devices]]\ncount = 2\n", "[[levels]]\nsize = 2\nbandwidth = '
         (DEVICE + "memory = 0\n" + LEVEL, "leave it out where it is no constraint"),
         (DEVICE + "speed = 0.0\n" + LEVEL, r"devices\[0\]: device speed is 0\.0; it must be above 0"),
         (DEVICE + "speed = nan\n" + LEVEL, r"devices\[0\]\.speed"),
-        (DEVICE + "colour = 'red'\n" + LEVEL, r"devices\[0\]\.colour: unknown field"),
+        (
+            DEVICE + "colour = 'red'\n" + LEVEL,
+            r"devices\[0\]\.colour: unknown key; there are count, kind, speed",
+        ),
         (DEVICE + LEVEL.replace("2", "3"), "join 3 = 3 devices but there are 2; make the two agree"),
-        (DEVICE + LEVEL.replace("bandwidth", "speed"), r"levels\[0\]\.speed: unknown field"),
+        (
+            DEVICE + LEVEL.replace("bandwidth", "speed"),
+            r"\.speed: unknown key; there are size, bandwidth",
+        ),
         (DEVICE + "[[levels]]\nsize = 2\n", r"levels\[0\]\.bytes_per_s: missing"),
         (DEVICE + LEVEL + "latency = 'soon'\n", r"levels\[0\]\.latency: 'soon': expected a duration such as 10us"),
         (DEVICE + LEVEL + "all_reduce_by_workers = 1\n", r"levels\[0\]\.all_reduce_by_workers: expected true or false"),

@@ -95,8 +95,8 @@ BAD_PLACEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a million devices": (placement(maxFPGAs=10**6), "maxFPGAs: 1000000 devices"),
     "no memory": (placement(maxSizePerFPGA=0), "maxSizePerFPGA: 0.0 bytes"),
     "endless sizes": (
-        placement(nodes=[n | {"size": 1e308, "colorClass": 0} for n in placement()["nodes"]]),
-        "size of a colorClass: inf",
+        placement(nodes=[n | {"size": 9e15, "colorClass": 0} for n in placement()["nodes"]]),
+        "size of a colorClass: 2.7e+16",
     ),
 }
 

@@ -76,7 +76,7 @@ def test_layer_profiles_become_a_chain_whose_link_gives_the_seconds_back() -> No
         ({"backward": "1\n2\n"}, "backward.txt: 2 numbers for 3 layers"),
         ({"sent": "1\n"}, "communication.txt: 1 numbers for 3 layers"),
         ({"sent": "1\n\nx\n"}, "communication.txt:3: expected a number"),
-        ({"sent": "1\n1e305\n"}, "communication.txt: number 2"),
+        ({"sent": "1\n1e14\n"}, "communication.txt: number 2"),
         ({"forward": "1\n-2\n3\n"}, "forward.txt:2: -0.002 is no time"),
     ],
 )

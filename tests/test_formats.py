@@ -130,7 +130,7 @@ def test_a_file_without_a_cluster_says_what_is_missing(
         ('{"a": 1}', "JSON, but no profile that Penstock knows; tried"),
         ("[1]", "tried a Penstock profile"),
         ('{"format": "penstock.plan/1"}', "another kind of file"),
-        ('{"format": "penstock.prof', "not JSON"),
+        ('{"format": "penstock.prof', "not complete JSON"),
     ],
 )
 def test_a_file_that_is_no_profile_is_told_what_was_tried(text: str, words: str, tmp_path: Path) -> None:

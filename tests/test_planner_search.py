@@ -271,8 +271,16 @@ def test_hints_are_kept() -> None:
 def test_hints_that_contradict_each_other_or_the_model_are_refused() -> None:
     profile, cluster = chain_profile([1.0] * 3, batch_size=1), flat_cluster(2)
     cases = [
-        ({"replicas": (2, 1)}, "no plan for toy on flat keeps to the hints"),
-        ({"pins": (("layer0", 1),)}, "keeps to the hints"),
+        ({"replicas": (2, 1)}, "no plan for toy on flat keeps to --replicas 2-1; drop or change it"),
+        ({"pins": (("layer0", 1),), "straight": True}, "keeps to --pin layer0=1; drop or change it"),
+        (
+            {"pins": (("layer2", 1),), "most_stages": 1},
+            "keeps to --pin layer2=1 and --most-stages 1; drop or change one of them",
+        ),
+        (
+            {"pins": (("layer0", 1), ("layer1", 2))},
+            "keeps to these hints together: --pin layer0=1, --pin layer1=2; drop or change some",
+        ),
         ({"pins": (("layerO", 0),)}, "no layer 'layerO'; did you mean"),
         ({"replicas": (2,), "straight": True}, "contradict"),
         ({"replicas": (1, 1), "most_stages": 1}, "drop one hint"),

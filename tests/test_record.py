@@ -231,7 +231,7 @@ def test_the_progress_line_says_how_far_it_is_and_lets_marks_stand() -> None:
     line.mark(MARK)
     line.end("finished")
     assert out.getvalue().splitlines() == [
-        " 25%  loss 0.5000  8.0 samples/s  workers busy 50% 100%  2 s",
+        " 25%  loss 0.5000  8.0 samples/s  0:02, 0:08 left  workers busy 50% 100%",
         "evaluation after 2 minibatches",
     ]
 

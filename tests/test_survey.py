@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -276,6 +276,19 @@ def test_a_pair_that_is_far_slower_than_the_others_is_named() -> None:
     assert survey.cluster.levels[0].bytes_per_s == pytest.approx(1e8)
     (remark,) = survey.remarks
     assert "workers 1 and 2 get 10MB/s where all pairs together get 100MB/s" in remark
+
+
+def test_a_machine_that_is_busy_with_something_else_is_told() -> None:
+    quiet, noisy = (replace(each, spread=spread) for each, spread in zip(facts_of([2]), (0.02, 0.4), strict=True))
+    trials = make_trials(group_hosts([quiet, noisy]))
+    timings = [
+        Timing(trial=number, group=0, num_bytes=size, seconds=traffic_of(trial, (0, 1), size).seconds(FAST))
+        for number, trial in enumerate(trials)
+        for size in trial.sizes
+    ]
+    (remark,) = conclude([quiet, noisy], trials, timings, "gloo").remarks
+    assert "the speed of worker 1 on host0 varied by 40%" in remark
+    assert "measure again when it is quiet" in remark
 
 
 def test_hosts_with_different_numbers_of_workers_are_told() -> None:

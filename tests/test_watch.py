@@ -92,6 +92,23 @@ def test_watching_goes_on_until_the_run_ends(tmp_path: Path) -> None:
     assert "finished" in console.file.getvalue()
 
 
+def test_watching_waits_for_a_run_to_begin(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    polls = []
+
+    def meanwhile(seconds: float) -> None:
+        polls.append(seconds)
+        if len(polls) == 2:
+            writer = Writer(run.progress, START)
+            writer.moment(MOMENT)
+            writer.end("finished")
+
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    assert watch.follow(run, console, sleep=meanwhile).end == "finished"
+    assert isinstance(console.file, io.StringIO)
+    assert "waiting for a run to begin" in console.file.getvalue()
+
+
 def test_a_run_begun_anew_in_the_same_place_is_followed_from_its_start(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     writer = Writer(run.progress, START)

@@ -137,7 +137,7 @@ def test_the_sweep_verb_answers_with_a_table_json_and_a_drawing(tmp_path: Path) 
     drawing = tmp_path / "sweep.svg"
     options = ["--cluster", "local:1", "--cluster", "local:2", "--svg", str(drawing)]
     shown = CliRunner().invoke(app, ["sweep", *map(str, files), *options])
-    assert shown.exit_code == 0, shown.output
+    assert shown.exit_code == 1, shown.output  # since one cannot be
     assert "fastest first" in shown.stdout
     assert "2 workers but local:1 has 1 devices" in " ".join(shown.stdout.split())
     assert "4 of 4" in shown.stderr
@@ -148,6 +148,7 @@ def test_the_sweep_verb_answers_with_a_table_json_and_a_drawing(tmp_path: Path) 
         "case", "replicas", "microbatches", "samples_per_s", "bubble", "peak_memory_bytes", "limit", "text", "possible",
     }  # fmt: skip
     alone = CliRunner().invoke(app, ["sweep", str(files[1]), "--json"])
+    assert alone.exit_code == 0
     assert json.loads(alone.stdout)[0]["case"]["cluster"] == "flat"
 
 

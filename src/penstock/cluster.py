@@ -6,19 +6,20 @@ each of four hosts joined at 1.25 GB/s. Two devices talk over the lowest level t
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import math
 import operator
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from penstock import codec, units
 from penstock.errors import ClusterError, FormatError, PenstockError
+from penstock.limits import MOST_DEVICES, is_rate, is_seconds, is_size, is_speed
 
 ANY_KIND = "any"
 """The device kind that takes its seconds from whatever the profile was measured on."""
@@ -44,9 +45,9 @@ class Device:
     """how fast it is beside its kind's profile: 0.5 takes twice the time"""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.speed) and self.speed > 0):
-            raise ClusterError(f"device speed is {self.speed}; it must be above 0")
-        if self.memory_bytes is not None and self.memory_bytes <= 0:
+        if not is_speed(self.speed):
+            raise ClusterError(f"device speed is {self.speed}; it must be above 0, at most a million")
+        if self.memory_bytes is not None and not (self.memory_bytes > 0 and is_size(self.memory_bytes)):
             raise ClusterError(f"device memory is {self.memory_bytes} bytes; leave it out where it is no constraint")
 
 
@@ -67,11 +68,11 @@ class Level:
         if self.size < 1:
             raise ClusterError(f"level size is {self.size}; a level joins at least one")
         for what, rate in (("bandwidth", self.bytes_per_s), ("all-reduce bandwidth", self.ring_bytes_per_s)):
-            if rate is not None and not (math.isfinite(rate) and rate > 0):
-                raise ClusterError(f"{what} is {rate}; it must be above 0")
+            if rate is not None and not is_rate(rate):
+                raise ClusterError(f"{what} is {rate} bytes/s; it must be above 0, and a rate that a link can have")
         for what, seconds in (("latency", self.latency_s), ("all-reduce latency", self.ring_latency_s)):
-            if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
-                raise ClusterError(f"{what} is {seconds}; it must be 0 or more")
+            if seconds is not None and not is_seconds(seconds):
+                raise ClusterError(f"{what} is {seconds}; it must be 0 or more, and a time that can pass")
 
     @property
     def ring(self) -> Level:
@@ -128,9 +129,9 @@ class Cluster:
             raise ClusterError("devices: empty; a cluster has at least one")
         if self.cores is not None and self.cores < 1:
             raise ClusterError(f"cores is {self.cores}; leave it out where devices compute by themselves")
-        if not (math.isfinite(self.handling_s) and self.handling_s >= 0):
-            raise ClusterError(f"handling is {self.handling_s}; it must be 0 or more")
-        if self.copying_bytes_per_s is not None and self.copying_bytes_per_s <= 0:
+        if not is_seconds(self.handling_s):
+            raise ClusterError(f"handling is {self.handling_s}; it must be 0 or more, and a time that can pass")
+        if self.copying_bytes_per_s is not None and not is_rate(self.copying_bytes_per_s):
             raise ClusterError(f"copying is {self.copying_bytes_per_s}; leave it out where it takes no time")
         reach = math.prod(level.size for level in self.levels)
         if reach != len(self.devices):
@@ -217,8 +218,9 @@ def parse_cluster(text: str) -> Cluster:
     """A cluster from what a user gives: a TOML file, ``local:4``, or levels such as ``4@12GB/s,4@1.25GB/s``."""
     if text.startswith("local:"):
         count = text.removeprefix("local:")
-        if not count.isdecimal() or int(count) < 1:
+        if not count.isdecimal() or len(count) > 9 or int(count) < 1:
             raise FormatError(f"cluster {text!r}: expected local:N with N workers on this machine, such as local:4")
+        _check_count(int(count), f"cluster {text!r}")
         return local_cluster(int(count))
     if "@" in text and not Path(text).exists():
         return _parse_levels(text)
@@ -251,10 +253,9 @@ def load_cluster(path: Path) -> Cluster:
 
 def parse_cluster_toml(text: str, source: str) -> Cluster:
     """The cluster of a TOML text; ``source`` (a file name) starts every error."""
+    data = codec.parse_toml(text, source, "see docs/clusters.md for an example")
     try:
-        return _from_toml(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise FormatError(f"{source}: not TOML ({error}); see docs/clusters.md for an example") from None
+        return _from_toml(data)
     except PenstockError as error:
         raise type(error)(f"{source}: {error}") from None
 
@@ -307,21 +308,27 @@ def _parse_levels(text: str) -> Cluster:
     levels = []
     for part in text.split(","):
         size, at, rate = part.partition("@")
-        if not at or not size.strip().isdecimal():
+        if not at or not size.strip().isdecimal() or len(size) > 9:
             raise FormatError(f"cluster {text!r}: {part!r} is not devices@bandwidth such as 4@12GB/s")
         try:
             levels.append(Level(size=int(size), bytes_per_s=units.parse_bytes_per_s(rate)))
         except PenstockError as error:
             raise type(error)(f"cluster {text!r}: {error}") from None
     count = math.prod(level.size for level in levels)
+    _check_count(count, f"cluster {text!r}")
     return Cluster(name=text, devices=(Device(),) * count, levels=tuple(levels))
 
 
 def _from_toml(data: dict[str, Any]) -> Cluster:
     """TOML states sizes with units and repeats equal devices by ``count``; the rest is the codec's business."""
-    devices = [_toml_device(item, f"devices[{i}]") for i, item in enumerate(_tables(data, "devices"))]
+    devices, count = [], 0
+    for i, item in enumerate(_tables(data, "devices")):
+        equal, device = _toml_device(item, f"devices[{i}]")
+        count += equal
+        _check_count(count, f"devices[{i}].count")
+        devices.append([device] * equal)
     levels = [_toml_level(item, f"levels[{i}]") for i, item in enumerate(_tables(data, "levels"))]
-    plain = _with_units(data, _CLUSTER_UNITS, "") | {
+    plain = _with_units(data, Cluster, _CLUSTER_UNITS, "", others=("format",)) | {
         "devices": list(itertools.chain.from_iterable(devices)),
         "levels": levels,
     }
@@ -335,25 +342,40 @@ def _tables(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return items
 
 
-def _toml_device(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    item = _with_units(item, {"memory": ("memory_bytes", units.parse_bytes)}, f"{where}.")
+def _toml_device(item: dict[str, Any], where: str) -> tuple[int, dict[str, Any]]:
+    """How many there are, and one of them."""
+    item = _with_units(item, Device, _DEVICE_UNITS, where, others=("count",))
     count = item.pop("count", 1)
-    if not isinstance(count, int) or count < 1:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise FormatError(f"{where}.count: expected a whole number of at least 1, found {count!r}")
-    return [item] * count
+    return count, item
+
+
+def _check_count(devices: int, where: str) -> None:
+    if devices > MOST_DEVICES:
+        raise FormatError(f"{where}: {devices} devices; a cluster has at most {MOST_DEVICES}")
 
 
 def _toml_level(item: dict[str, Any], where: str) -> dict[str, Any]:
-    return _with_units(item, _LEVEL_UNITS, f"{where}.")
+    return _with_units(item, Level, _LEVEL_UNITS, where)
 
 
-def _with_units(item: dict[str, Any], keys: dict[str, tuple[str, Any]], where: str) -> dict[str, Any]:
-    """With the fields that a file has under other names, as texts with units."""
-    item = dict(item)
-    for key, (field, parse) in keys.items():
-        if key in item:
-            item[field] = _with_field(parse, item.pop(key), f"{where}{key}")
-    return item
+def _with_units(
+    item: dict[str, Any], cls: Any, units_of: dict[str, tuple[str, Any]], where: str, others: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The fields of ``cls`` from a table. Those of ``units_of`` have other names there, and are texts with units."""
+    renamed = {field for field, _ in units_of.values()}
+    keys = (*others, *(each.name for each in fields(cls) if each.name not in renamed), *units_of)
+    plain: dict[str, Any] = {}
+    for key, value in item.items():
+        place = f"{where}.{key}" if where else key
+        if key not in keys:
+            close = difflib.get_close_matches(key, keys, n=1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            raise FormatError(f"{place}: unknown key; {meant}there are {', '.join(keys)}")
+        field, parse = units_of.get(key, (key, None))
+        plain[field] = value if parse is None else _with_field(parse, value, place)
+    return plain
 
 
 def _flag(value: Any) -> bool:
@@ -369,6 +391,7 @@ _LEVEL_UNITS: dict[str, tuple[str, Any]] = {
     "all_reduce_latency": ("ring_latency_s", units.parse_seconds),
     "all_reduce_by_workers": ("ring_by_workers", _flag),
 }
+_DEVICE_UNITS = {"memory": ("memory_bytes", units.parse_bytes)}
 _CLUSTER_UNITS = {
     "handling": ("handling_s", units.parse_seconds),
     "copying": ("copying_bytes_per_s", units.parse_bytes_per_s),

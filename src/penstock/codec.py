@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
+import reprlib
+import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from penstock.errors import FormatError, PenstockError
+from penstock.limits import MOST_WHOLE, is_usable
 
 
 class Stored(Protocol):
@@ -29,6 +31,9 @@ class Stored(Protocol):
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Stored)
+
+_SHOWN = 40
+"""letters of a file that an error quotes"""
 
 
 def encode(value: Any) -> Any:
@@ -57,19 +62,38 @@ def dumps(value: Stored) -> str:
 
 def loads(cls: type[S], text: str, source: str) -> S:
     """Read a value from JSON text; ``source`` (a file name) starts every error."""
+    return decode_from(source, cls, parse_json(text, source))
+
+
+def decode_from(source: str, cls: type[T], data: Any) -> T:
+    """Build ``cls`` from what a file held; ``source`` (its name) starts every error."""
     try:
-        data = json.loads(text)
+        return decode(cls, data)
+    except PenstockError as error:
+        raise type(error)(f"{source}: {error}") from None
+
+
+def parse_json(text: str, source: str) -> Any:
+    """The plain data of a JSON text; every way this fails is one clear line."""
+    try:
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise FormatError(
             f"{source}: not complete JSON (line {error.lineno}, column {error.colno}: {error.msg}); "
             "the file is truncated or was edited by hand: write it again"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{source}: not data that Penstock wrote ({error}); write it again") from None
+        raise FormatError(f"{source}: not JSON that can be read ({error}); write it again") from None
+
+
+def parse_toml(text: str, source: str, example: str) -> dict[str, Any]:
+    """The plain data of a TOML text; ``example`` says where to see what it should look like."""
     try:
-        return decode(cls, data)
-    except PenstockError as error:
-        raise type(error)(f"{source}: {error}") from None
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise FormatError(f"{source}: not TOML ({error}); {example}") from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{source}: not TOML that can be read ({error}); {example}") from None
 
 
 def save(value: Stored, path: Path) -> None:
@@ -125,7 +149,7 @@ def _decode(hint: Any, data: Any, where: str) -> Any:
         if not isinstance(data, dict):
             raise _wrong("an object", data, where)
         item = typing.get_args(hint)[1]
-        return {key: _decode(item, value, _at(where, key)) for key, value in data.items()}
+        return {_text(key, where): _decode(item, value, _at(where, key)) for key, value in data.items()}
     return _decode_scalar(hint, data, where)
 
 
@@ -162,7 +186,8 @@ def _check_format(expected: str, found: Any, where: str) -> None:
             f"{field}: version {found.partition('/')[2]!r} is unknown; this Penstock reads version "
             f"{version}: write the file again with it, or upgrade Penstock"
         )
-    raise FormatError(f"{field}: expected {expected!r}, found {found!r}; this is another kind of file")
+    shown = reprlib.repr(found)
+    raise FormatError(f"{field}: expected {expected!r}, found {shown}; this is another kind of file")
 
 
 def _decode_text(cls: Any, data: Any, where: str) -> Any:
@@ -199,24 +224,38 @@ def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
         try:
             number = float(data)
         except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise FormatError(f"{where}: {number} is not a finite number; measure it again")
+            raise _too_large(data, where) from None
+        if not is_usable(number):
+            raise FormatError(f"{where}: {number} is not a finite number below 1e100; measure it again")
         return number
-    if hint is int and isinstance(data, bool):
-        raise _wrong("a whole number", data, where)
-    if not isinstance(data, hint):
+    if (hint is int and isinstance(data, bool)) or not isinstance(data, hint):
         raise _wrong({int: "a whole number", str: "text", bool: "true or false"}[hint], data, where)
+    if hint is int and abs(data) >= MOST_WHOLE:
+        raise _too_large(data, where)
+    return _text(data, where) if hint is str else data
+
+
+def _text(data: str, where: str) -> str:
+    """JSON can write half of a character, which no file and no terminal takes."""
+    try:
+        data.encode()
+    except UnicodeEncodeError:
+        raise _wrong("text in Unicode", data, where) from None
     return data
 
 
 def _at(where: str, key: str) -> str:
+    key = key if len(key) <= _SHOWN and key.isprintable() else reprlib.repr(key)
     return f"{where}.{key}" if where else key
 
 
+def _too_large(number: float, where: str) -> FormatError:
+    return FormatError(f"{where}: a number of {len(str(abs(number)))} digits, which is damaged: measure it again")
+
+
 def _wrong(expected: str, data: Any, where: str) -> FormatError:
-    shown = repr(data)
-    shown = shown if len(shown) <= 40 else shown[:37] + "..."
+    shown = reprlib.repr(data) if isinstance(data, list | dict) else ascii(data)
+    shown = shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
     return FormatError(f"{where or 'top level'}: expected {expected}, found {shown}")
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from penstock.errors import GraphError
+from penstock.limits import is_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,10 @@ class Parameter:
 
     def __post_init__(self) -> None:
         for field in ("num_bytes", "state_bytes"):
-            if getattr(self, field) < 0:
-                raise GraphError(f"parameter {self.name!r}: {field} is {getattr(self, field)}; sizes are 0 or more")
+            if not is_size(getattr(self, field)):
+                raise GraphError(
+                    f"parameter {self.name!r}: {field} is {getattr(self, field)}; sizes are 0 or more, up to 9 PB"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,10 @@ class Layer:
     """whether it takes model inputs, or as the loss the target, so that its stage loads them"""
 
     def __post_init__(self) -> None:
-        if self.saved_bytes < 0:
-            raise GraphError(f"layer {self.id} ({self.name}): saved_bytes is {self.saved_bytes}; sizes are 0 or more")
+        if not is_size(self.saved_bytes):
+            raise GraphError(
+                f"layer {self.id} ({self.name}): saved_bytes is {self.saved_bytes}; sizes are 0 or more, up to 9 PB"
+            )
 
     @property
     def is_input(self) -> bool:
@@ -67,8 +72,8 @@ class Value:
     """The type of a value that cannot be sent to another stage, such as an output object; empty for tensors."""
 
     def __post_init__(self) -> None:
-        if self.num_bytes < 0:
-            raise GraphError(f"value {self.name!r}: num_bytes is {self.num_bytes}; sizes are 0 or more")
+        if not is_size(self.num_bytes):
+            raise GraphError(f"value {self.name!r}: num_bytes is {self.num_bytes}; sizes are 0 or more, up to 9 PB")
 
     @property
     def is_float32(self) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from penstock.errors import JobError
@@ -137,3 +141,31 @@ class Job:
             raise JobError("Job.data has no length or no items by index; give a map-style dataset (or a list)")
         if len(self.data) < 1:
             raise JobError("Job.data is empty; give it at least one sample")
+
+
+def check_job_file(path: Path) -> None:
+    """Raise unless it is a file of Python. It is read, not run, so this needs no torch."""
+    if not path.is_file():
+        raise JobError(f"{path}: no such job file")
+    try:
+        ast.parse(path.read_bytes())
+    except SyntaxError as error:
+        raise JobError(f"{path}:{error.lineno}: {error.msg}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise JobError(f"{path}: cannot be read as Python: {error}") from None
+
+
+def misspelt(error: TypeError, source: str) -> JobError | None:
+    """What to say where a job function gave Job, EarlyStop or Remedy other arguments than they have."""
+    for cls in (Job, EarlyStop, Remedy):
+        words = str(error)
+        if not words.startswith(f"{cls.__name__}.__init__() "):
+            continue
+        names = [each.name for each in fields(cls)]
+        found = re.search(r"unexpected keyword argument '(\w+)'", words)
+        if found is None:
+            return JobError(f"{source}: {words.replace('.__init__()', '')}; {cls.__name__} has {', '.join(names)}")
+        close = difflib.get_close_matches(found[1], names, n=1)
+        remedy = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
+        return JobError(f"{source}: {cls.__name__} has no {found[1]!r}; {remedy}")
+    return None

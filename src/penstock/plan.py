@@ -12,6 +12,7 @@ from typing import ClassVar
 from penstock.cluster import Cluster
 from penstock.compression import check_compression, coarsest
 from penstock.errors import PlanError
+from penstock.limits import MOST_MICROBATCHES, MOST_SHARE, per_second
 from penstock.profile import Profile
 from penstock.schedule import (
     Action,
@@ -20,6 +21,7 @@ from penstock.schedule import (
     Schedule,
     Staleness,
     build_schedule,
+    check,
     check_layout,
     family,
     steady_staleness,
@@ -48,14 +50,17 @@ class Stage:
             raise PlanError("a stage without layers; leave it out")
         if not self.devices:
             raise PlanError(f"stage of layers {list(self.layers)[:3]}...: no device; give it at least one")
-        if self.in_flight < 1:
-            raise PlanError(f"stage of layers {list(self.layers)[:3]}...: in_flight is {self.in_flight}; at least 1")
+        if not 1 <= self.in_flight <= MOST_MICROBATCHES:
+            raise PlanError(
+                f"stage of layers {list(self.layers)[:3]}...: in_flight is {self.in_flight}; "
+                f"it is from 1 to {MOST_MICROBATCHES}"
+            )
         if not self.shares:
             object.__setattr__(self, "shares", (1,) * len(self.devices))
-        if len(self.shares) != len(self.devices) or min(self.shares) < 1:
+        if len(self.shares) != len(self.devices) or not all(1 <= share <= MOST_SHARE for share in self.shares):
             raise PlanError(
                 f"stage of layers {list(self.layers)[:3]}...: shares {list(self.shares)} for {len(self.devices)} "
-                "devices; give each device a share of 1 or more"
+                f"devices; give each device a share from 1 to {MOST_SHARE}"
             )
         check_compression(self.sends)
 
@@ -76,16 +81,17 @@ class Prediction:
     """a faster plan that was not taken since it promises less than predictions are uncertain"""
 
     def __post_init__(self) -> None:
-        for field in ("seconds_per_minibatch", "lower_bound_s"):
+        for field in ("seconds_per_minibatch", "lower_bound_s", "data_parallel_s", "one_device_s", "latency_s"):
             seconds = getattr(self, field)
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise PlanError(f"{field} is {seconds}; it must be a finite number of 0 or more")
+            if seconds is not None and not seconds >= 0:
+                raise PlanError(f"{field} is {seconds}; it must be a time of 0 or more")
 
     @property
     def gap(self) -> float:
         """How far above the proven bound the plan is, as a share of the bound."""
         seconds = self.seconds_per_minibatch if self.latency_s is None else self.latency_s
-        return seconds / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+        ratio = per_second(seconds, self.lower_bound_s)
+        return 0.0 if ratio is None else ratio - 1
 
 
 NO_PREDICTION = Prediction(seconds_per_minibatch=0.0, lower_bound_s=0.0, data_parallel_s=None, one_device_s=None)
@@ -111,8 +117,8 @@ class Plan:
         family(self.schedule)
         if self.sync not in SYNC_POLICIES:
             raise PlanError(f"sync {self.sync!r} is unknown; choose one of {', '.join(SYNC_POLICIES)}")
-        if self.microbatches < 1:
-            raise PlanError(f"microbatches is {self.microbatches}; a minibatch has at least one")
+        if not 1 <= self.microbatches <= MOST_MICROBATCHES:
+            raise PlanError(f"microbatches is {self.microbatches}; a minibatch has 1 to {MOST_MICROBATCHES}")
         if not family(self.schedule).accumulates and self.microbatches != 1:
             raise PlanError(
                 f"schedule {self.schedule} with {self.microbatches} microbatches per minibatch; it has no minibatch "
@@ -128,6 +134,7 @@ class Plan:
             check_layout(self.schedule, self.pipeline)
         if self.custom:
             check_custom(self._custom_programs, self.pipeline)
+            check(self.schedule_for([self.microbatches] * 2))
 
     @property
     def is_asynchronous(self) -> bool:
@@ -136,8 +143,7 @@ class Plan:
     @property
     def predicted_samples_per_s(self) -> float | None:
         """The one prediction of its throughput; None where there is none."""
-        seconds = self.prediction.seconds_per_minibatch
-        return self.profile.batch_size / seconds if seconds > 0 else None
+        return per_second(self.profile.batch_size, self.prediction.seconds_per_minibatch)
 
     @property
     def takes_halves(self) -> bool:

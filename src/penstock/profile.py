@@ -12,13 +12,16 @@ from typing import ClassVar
 from penstock.cluster import ANY_KIND
 from penstock.errors import ProfileError
 from penstock.graph import LayerGraph
+from penstock.limits import is_seconds, is_size
 
 
 def _check_seconds(costs: LayerSeconds | WorkerSeconds) -> None:
     for each in fields(costs):
         seconds = getattr(costs, each.name)
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ProfileError(f"{each.name} is {seconds}; a cost is a finite number of 0 or more: measure it again")
+        if not is_seconds(seconds):
+            raise ProfileError(
+                f"{each.name} is {seconds}; a cost is a time of 0 or more that can pass: measure it again"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +107,12 @@ class SizeCosts:
     """reading a microbatch from the job's data"""
 
     def __post_init__(self) -> None:
-        for name, numbers in (
-            ("load_s", [self.load_s]),
-            ("saved_bytes", self.saved_bytes),
-            ("value_bytes", self.value_bytes),
-        ):
-            wrong = [number for number in numbers if not (math.isfinite(number) and number >= 0)]
+        if not is_seconds(self.load_s):
+            raise ProfileError(f"load_s is {self.load_s}; it is a time of 0 or more that can pass: measure it again")
+        for name, numbers in (("saved_bytes", self.saved_bytes), ("value_bytes", self.value_bytes)):
+            wrong = [number for number in numbers if not is_size(number)]
             if wrong:
-                raise ProfileError(f"{name} is {wrong[0]}; it is a finite number of 0 or more: measure it again")
+                raise ProfileError(f"{name} is {wrong[0]}; it is a number of 0 or more bytes: measure it again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +156,8 @@ class Profile:
                 raise ProfileError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for each in self._sizes:
             self._check_size(each)
-        if not (math.isfinite(self.uncertainty) and self.uncertainty >= 0):
-            raise ProfileError(f"uncertainty is {self.uncertainty}; it is a finite number of 0 or more")
+        if not 0 <= self.uncertainty <= 1:
+            raise ProfileError(f"uncertainty is {self.uncertainty}; it is a share, 0 or more and at most 1")
 
     def _check_size(self, costs: SizeCosts) -> None:
         size = costs.microbatch_size

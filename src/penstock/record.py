@@ -46,6 +46,10 @@ class Start:
 
     FORMAT: ClassVar[str] = "penstock.progress/1"
 
+    def __post_init__(self) -> None:
+        if len(self.memory_bytes) != len(self.workers):
+            raise FormatError(f"memory of {len(self.memory_bytes)} workers, and there are {len(self.workers)}")
+
     def minibatch(self, samples: int) -> int:
         """How many minibatches of the whole run these samples of this one come to."""
         return self.first_minibatch + round(self.minibatches * samples / max(1, self.samples))
@@ -172,8 +176,8 @@ class Reader:
         for line in whole.splitlines():
             self._lines += 1
             try:
-                found = json.loads(line)
-            except ValueError:  # torn: no part of a JSON object is one
+                found = codec.parse_json(line.decode(), "line")
+            except (ValueError, FormatError):  # torn: no part of a JSON object is one
                 continue
             try:
                 self._take(found)
@@ -186,10 +190,16 @@ class Reader:
         if kind == "start":
             self._start = codec.decode(Start, value)
         elif kind == "moment":
-            self._moments.append(codec.decode(Moment, value))
+            self._moments.append(self._checked(codec.decode(Moment, value)))
         elif kind == "mark":
             self._marks.append(codec.decode(Mark, value))
         elif kind == "end":
             self._end = codec.decode(str, value)
         else:
             raise FormatError(f"{kind!r} is unknown")
+
+    def _checked(self, moment: Moment) -> Moment:
+        workers = len(self._start.workers) if self._start else len(moment.busy)
+        if {len(each) for each in (moment.busy, moment.memory_bytes, moment.done, moment.heard_s)} != {workers}:
+            raise FormatError(f"a moment that is not of {workers} workers")
+        return moment

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, overload
 import numpy as np
 
 from penstock.errors import FormatError
+from penstock.limits import MOST_DEVICES, MOST_SECONDS, per_second
 from penstock.schedule import Action, Kind
 
 Array = np.ndarray[Any, Any]
@@ -28,7 +28,9 @@ class Event:
     end_s: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.start_s) and self.start_s <= self.end_s < math.inf):
+        if not 0 <= self.worker < MOST_DEVICES:
+            raise FormatError(f"event {self.action} is of worker {self.worker}; workers are numbered from 0")
+        if not -MOST_SECONDS <= self.start_s <= self.end_s <= MOST_SECONDS:
             raise FormatError(
                 f"event {self.action} lasts from {self.start_s} to {self.end_s} s; it must end after it starts"
             )
@@ -132,6 +134,13 @@ class Trace:
         if len(strangers):
             event = self.events[int(strangers[0])]
             raise FormatError(f"event {event.action} is of worker {event.worker}; there are {len(self.workers)}")
+        if min(self.samples, default=0) < 0:
+            raise FormatError(f"a microbatch of {min(self.samples)} samples; it has 0 or more")
+        of_microbatches = ~self.columns.of_kind(Kind.SYNC, Kind.STEP)
+        beyond = np.flatnonzero(of_microbatches & (self.columns.index >= len(self.samples)))
+        if len(beyond):
+            action = self.events[int(beyond[0])].action
+            raise FormatError(f"event {action} is of microbatch {action.index}; there are {len(self.samples)}")
 
     @property
     def columns(self) -> Columns:
@@ -186,7 +195,8 @@ class Trace:
         return steady
 
     def _rate(self, finished: Columns, seconds: float) -> float:
-        return float(np.array(self.samples)[finished.index].sum()) / seconds if seconds > 0 else 0.0
+        samples = float(np.array(self.samples, np.float64)[finished.index].sum())
+        return per_second(samples, seconds) or 0.0
 
     def busy_s(self, worker: int) -> float:
         """Seconds of computing: everything but waiting and synchronising."""

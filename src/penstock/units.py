@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from penstock.errors import FormatError
+from penstock.limits import is_usable
 
 _BYTES = {
     "": 1.0, "B": 1.0,
@@ -54,6 +55,21 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / 1e-9:.0f} ns"
 
 
+def show_clock(seconds: float) -> str:
+    """3:07, or 1:02:45."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def shorten_middle(text: str, width: int) -> str:
+    """A name that loses its middle, as its ends say most."""
+    if len(text) <= width:
+        return text
+    end = (width - 1) // 2
+    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}" if width > 1 else "…"[:width]
+
+
 def show_numbers(numbers: Iterable[int]) -> str:
     """0-3, 8: as people write them."""
     runs: list[list[int]] = []
@@ -92,6 +108,6 @@ def _write(number: float, units: Sequence[tuple[str, float]]) -> str:
 def _parse(text: str | float, units: dict[str, float], expected: str) -> float:
     match = _NUMBER.fullmatch(str(text))
     number = float(match[1]) * units.get(match[2].upper(), math.inf) if match else math.inf
-    if not math.isfinite(number):
+    if not is_usable(number):
         raise FormatError(f"{text!r}: expected {expected}")
     return number

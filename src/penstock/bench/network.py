@@ -120,7 +120,9 @@ def _row(hosts: Hosts, profile: Profile, bytes_per_s: float | None) -> NetworkRo
 
 def measured_cluster(hosts: Hosts, path: Path) -> Cluster:
     """What `penstock cluster measure` finds there, with one worker on each host."""
-    hosts.run_workers(["-m", "penstock", "cluster", "measure", "--output", str(path), "--json"], timeout_s=TIMEOUT_S)
+    hosts.run_workers(
+        ["-m", "penstock", "cluster", "measure", "--overwrite", "--output", str(path), "--json"], timeout_s=TIMEOUT_S
+    )
     return load_cluster(path)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import reprlib
 import signal
 import sys
 from functools import partial
@@ -19,9 +20,13 @@ import typer
 
 from penstock import __version__, codec
 from penstock.bench import DRAWN, MODULES, run_benchmark
+from penstock.cli import checks
 from penstock.cli import show as shown
+from penstock.cli.steps import Steps
+from penstock.cluster import Cluster
 from penstock.errors import FormatError, PenstockError, PlanError, WorkerError
 from penstock.formats import plan_text, read_cluster, read_profile
+from penstock.job import check_job_file
 from penstock.places import new_run
 from penstock.plan import NO_PREDICTION, Plan
 from penstock.planner.compare import COSTS, plan_by
@@ -42,6 +47,18 @@ from penstock.schedule import FAMILIES
 from penstock.survey import Survey
 from penstock.trace import Trace
 
+
+class Verbs(typer.core.TyperGroup):
+    """Says what was kept where the user ends a verb that has not said so itself."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.stderr.write("\npenstock: stopped; nothing was written\n")
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="penstock",
     help="Train any PyTorch model over many devices with the best mix of pipeline and data parallelism.",
@@ -50,6 +67,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 cluster_app = typer.Typer(help="Describe a cluster.", no_args_is_help=True, rich_markup_mode="markdown")
@@ -109,7 +128,7 @@ def root(
 @app.command(epilog="Example: penstock profile train.py --output profile.json")
 def profile(
     job: JobFile,
-    output: Annotated[Path, typer.Option(help="where to write the profile")] = Path("profile.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write the profile")] = Path("profile.json"),
     microbatch_size: Annotated[
         int | None,
         typer.Option(
@@ -121,7 +140,12 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure every layer of a job's model at several microbatch sizes: seconds, bytes, what autograd keeps."""
-    made = _profile(job, microbatch_size, threads)
+    check_job_file(job)
+    checks.check_can_write(output, "--output")
+    with _loading_torch(as_json) as steps:
+        from penstock.cli import workers
+
+        made = workers.profile(job, microbatch_size, threads, steps)
     codec.save(made, output)
     _answer(made, as_json, lambda: shown.profile_table(made), f"profile written to {output}")
 
@@ -169,7 +193,7 @@ def plan(
     cost: Annotated[
         str, typer.Option(help="default; or pipedream, sparsepipe, max-load: other systems' objectives, to compare")
     ] = "default",
-    output: Annotated[Path, typer.Option(help="where to write the plan")] = Path("plan.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write the plan")] = Path("plan.json"),
     as_json: Json = False,
 ) -> None:
     """Find the best stages, replicas and placement for a profile on a cluster."""
@@ -225,7 +249,7 @@ def import_profile(
             metavar="FILE", help="PipeDream graph.txt, SparsePipe server file, dnn-partitioning JSON or a profile"
         ),
     ],
-    output: Annotated[Path, typer.Option(help="where to write the profile")] = Path("profile.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write the profile")] = Path("profile.json"),
     as_json: Json = False,
 ) -> None:
     """Turn another system's profile into one of Penstock's."""
@@ -251,7 +275,7 @@ def export(
             "(partition); of a checkpoint's weights: safetensors, or state-dict (as torch.save writes it)",
         ),
     ],
-    output: Annotated[Path, typer.Option(help="where to write it")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write it")],
 ) -> None:
     """Write a plan as another system's file, or a checkpoint's weights as one file for any program."""
     if source.is_dir():
@@ -276,14 +300,12 @@ def show(
         Trace.FORMAT: (Trace, shown.trace_table, shown.trace_answer),
     }
     text = codec.read_text(file)
-    try:
-        tag = json.loads(text).get("format")
-    except (json.JSONDecodeError, AttributeError):
-        tag = None
-    if tag not in kinds:
-        raise FormatError(f"{file}: format is {tag!r}; expected one of {', '.join(kinds)}")
+    data = codec.parse_json(text, str(file))
+    tag = data.get("format") if isinstance(data, dict) else None
+    if not isinstance(tag, str) or tag not in kinds:
+        raise FormatError(f"{file}: format is {reprlib.repr(tag)}; expected one of {', '.join(kinds)}")
     cls, table, answer = kinds[tag]
-    value = codec.loads(cls, text, str(file))
+    value = codec.decode_from(str(file), cls, data)
     if svg is not None:
         if not isinstance(value, Plan):
             raise FormatError(f"{file}: --svg draws plans, and this is a {cls.__name__.lower()}")
@@ -293,7 +315,7 @@ def show(
 
 @app.command(
     epilog="Examples: penstock simulate plan.json --minibatches 100; "
-    "penstock simulate plan.json --what-if bandwidth=x10 --what-if speed@device:1=x0.5,microbatches=8; "
+    "penstock simulate plan.json --what-if bandwidth=x10 --what-if speed@device:1=x0.5,schedule=1f1b; "
     "penstock simulate plan.json --cluster 4@12GB/s,4@1.25GB/s"
 )
 def simulate(
@@ -309,7 +331,7 @@ def simulate(
         ),
     ] = None,
     minibatches: Annotated[int, typer.Option(min=1, help="how many to play")] = 50,
-    output: Annotated[Path | None, typer.Option(help="where to write the trace, if anywhere")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="where to write the trace, if anywhere")] = None,
     as_json: Json = False,
 ) -> None:
     """Play a plan's actions with the profile's costs: throughput, what each worker waits and holds, the bottleneck."""
@@ -374,6 +396,8 @@ def sweep(
     if svg is not None:
         codec.write_text(simulations.sweep_svg(found), svg)
     _answer(found, as_json, partial(simulations.sweep_table, found), f"drawing written to {svg}" if svg else "")
+    if not all(each.possible for each in found):
+        raise typer.Exit(1)
 
 
 def read_profile_or_plan(file: Path) -> Profile | Plan:
@@ -396,9 +420,10 @@ def emulate(
     as_json: Json = False,
 ) -> None:
     """Run a plan on devices that are not here: its workers exchange real messages, computing is a timed wait."""
+    loaded = codec.load(Plan, plan)
+    checks.check_run_directory(run)
     from penstock.runtime.emulate import emulate as run_emulated
 
-    loaded = codec.load(Plan, plan)
     found = run_emulated(loaded, minibatches, dilation=dilation, timeout_s=timeout)
     directory = new_run(f"{plan.stem}-emulated") if run is None else RunDirectory(run)
     codec.save(loaded, directory.plan)
@@ -445,7 +470,13 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a job under a plan. One process per worker: started here, or by torchrun."""
-    from penstock.cli import workers
+    check_job_file(job)
+    devices = read_cluster(cluster)
+    checks.check_run_directory(run)
+    if plan is not None:
+        checks.check_plan_file(plan)
+    with _loading_torch(as_json or "RANK" in os.environ):
+        from penstock.cli import workers
 
     options = workers.Options(
         job_name=job.name,
@@ -465,8 +496,13 @@ def train(
             _end_on_this_host(directory, as_json)
         return
     with workers.open_run(job, plan, run, resume) as directory:
-        planned = codec.load(Plan, plan) if plan is not None else _planned(job, cluster, as_json)
-        workers.train(job, planned, directory, options)
+        planned = codec.load(Plan, plan) if plan is not None else _planned(job, devices, as_json)
+        try:
+            workers.train(job, planned, directory, options)
+        except KeyboardInterrupt:
+            kept = f"the plan is kept: {directory.plan}" if directory.plan.exists() else "nothing is kept"
+            sys.stderr.write(f"\npenstock: stopped before training began; {kept}\n")
+            raise typer.Exit(130) from None
         _show_run(directory, as_json)
 
 
@@ -499,12 +535,15 @@ def _show_run(directory: RunDirectory, as_json: bool) -> None:
 @app.command(epilog="Example: penstock verify train.py plan.json")
 def verify(job: JobFile, plan: PlanFile, timeout: Timeout = 300.0, as_json: Json = False) -> None:
     """Compare loss and every gradient of a plan's workers with the single-process model."""
-    from penstock.cli import workers
+    check_job_file(job)
+    checks.check_plan_file(plan)
+    with _loading_torch(as_json or "RANK" in os.environ) as steps:
+        from penstock.cli import workers
 
-    if workers.is_worker():
-        workers.verify_here(job, plan, timeout)
-        return
-    found = workers.verify(job, plan, timeout)
+        if workers.is_worker():
+            workers.verify_here(job, plan, timeout)
+            return
+        found = workers.verify(job, plan, timeout, steps)
     _answer(shown.verification_answer(found), as_json, lambda: shown.verification_table(found))
     if not found.passed:
         raise typer.Exit(1)
@@ -522,13 +561,21 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="where to write the page; report.html in RUN, or of several runs comparison.html here"),
+        typer.Option(
+            "--output",
+            "-o",
+            help="where to write the page; report.html in RUN, or of several comparison.html here",
+        ),
     ] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="where to write a trace for ui.perfetto.dev, if anywhere")
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(help="directory to write the figures to as PNG, if anywhere; needs matplotlib")
+        Path | None,
+        typer.Option(
+            help="where to write the figures: a directory for a PNG of each, or a name that ends in .png for one with "
+            "all; needs matplotlib"
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -618,7 +665,9 @@ def demo(
     ] = None,
 ) -> None:
     """Profile, plan, train and report a small language model on two workers of this machine."""
-    from penstock.cli.demo import run_demo
+    checks.check_run_directory(run)
+    with _loading_torch(quiet=False):
+        from penstock.cli.demo import run_demo
 
     run_demo(run)
 
@@ -630,11 +679,17 @@ def demo(
 )
 def measure_cluster(
     workers: Annotated[int, typer.Option(min=2, help="to start on this machine; torchrun starts its own")] = 2,
-    output: Annotated[Path, typer.Option(help="where to write the cluster file")] = Path("cluster.toml"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write the cluster file")] = Path(
+        "cluster.toml"
+    ),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the cluster file that is there")] = False,
     timeout: Timeout = 300.0,
     as_json: Json = False,
 ) -> None:
     """Time messages, all-reduces and a computation on the workers there are; write the cluster file to plan for."""
+    if output.exists() and not overwrite:
+        raise FormatError(f"{output}: is there already; name another with --output, or replace it with --overwrite")
+    checks.check_can_write(output, "--output")
     from penstock.cli import workers as processes
 
     def tell(found: Survey) -> None:
@@ -648,23 +703,23 @@ def measure_cluster(
         processes.measure_cluster(workers, output, timeout, as_json)
 
 
-def _planned(job: Path, cluster: str, as_json: bool) -> Plan:
+def _planned(job: Path, cluster: Cluster, as_json: bool) -> Plan:
     """The best plan of a job that comes without one."""
     from penstock.cli import workers
-    from penstock.planner import make_plan
 
-    schedule = workers.schedule_for(job)
-    made = make_plan(_profile(job, None, 1), read_cluster(cluster), schedule=schedule)
+    with Steps(quiet=as_json) as steps:
+        made = workers.profile_and_plan(job, cluster, steps)
     if not as_json:
         shown.print_table(shown.plan_table(made))
     workers.check_plan(job, made)
     return made
 
 
-def _profile(job: Path, microbatch_size: int | None, threads: int) -> Profile:
-    from penstock.cli import workers
-
-    return workers.profile(job, microbatch_size, threads)
+def _loading_torch(quiet: bool) -> Steps:
+    """To be used around the import of what needs torch, which takes seconds."""
+    steps = Steps(quiet=quiet)
+    steps.begin("loading torch")
+    return steps
 
 
 def write_report_of(directory: RunDirectory, page: Path | None = None) -> Outcome:

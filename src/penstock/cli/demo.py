@@ -10,6 +10,7 @@ import typer
 from penstock.cli import app as verbs
 from penstock.cli import show as shown
 from penstock.cli import workers
+from penstock.cli.steps import Steps
 from penstock.cluster import parse_cluster
 from penstock.planner import Hints, make_plan
 from penstock.workloads import demo
@@ -21,7 +22,8 @@ def run_demo(run: Path | None) -> None:
     job_file = Path(demo.__file__)
     with workers.open_run(job_file, None, run, None) as directory:
         typer.echo("1/4  profile: a character-level transformer over Python's own documentation")
-        profile = workers.profile(job_file, None, threads=1)
+        with Steps() as steps:
+            profile = workers.profile(job_file, None, 1, steps)
         typer.echo(f"     {len(profile.graph.layers)} layers, captured by {profile.front_end}")
         typer.echo(f"2/4  plan: the best pipeline of two workers of this machine ({CLUSTER})")
         # The model is small enough for data parallelism to do as well, and that would show no pipeline.

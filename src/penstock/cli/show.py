@@ -15,7 +15,9 @@ from rich.text import Text
 
 from penstock import codec
 from penstock.bench.rows import BenchRow
+from penstock.cli.cells import Names, add_numbers, letters, name_cell
 from penstock.cluster import Device, Level
+from penstock.limits import per_second
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.profile import Profile
@@ -25,7 +27,14 @@ from penstock.run import EdgeError
 from penstock.schedule import Action, Kind, Staleness
 from penstock.survey import LevelFindings, Survey
 from penstock.trace import Trace
-from penstock.units import show_bytes, show_numbers, show_seconds, write_bytes, write_bytes_per_s, write_seconds
+from penstock.units import (
+    show_bytes,
+    show_numbers,
+    show_seconds,
+    write_bytes,
+    write_bytes_per_s,
+    write_seconds,
+)
 
 
 def plain_console() -> Console:
@@ -45,17 +54,17 @@ def profile_table(profile: Profile) -> Table:
         caption=f"total {show_seconds(_total_s(profile))} per microbatch and update"
         + _other_sizes(profile)
         + (f"\nnot captured by torch.export: {profile.reason}" if profile.reason else ""),
+        padding=(0, 1, 0, 0),
     )
     for column in ("layer", "kind"):
-        table.add_column(column, overflow="fold")
-    for column in ("forward", "backward input", "backward weight", "parameters", "kept for backward"):
-        table.add_column(column, justify="right")
+        table.add_column(column)
+    add_numbers(table, ("forward", "backward\ninput", "backward\nweight", "weights", "kept for\nbackward"))
     for layer, row in zip(profile.graph.layers, seconds, strict=True):
         weights = sum(parameter.num_bytes for parameter in profile.graph.parameters_of([layer.id]))
         times = (row.forward_s, row.backward_input_s, row.backward_weight_s)
         table.add_row(
-            layer.name,
-            layer.kind.partition("(")[0],  # an imported kind has the module's arguments with it
+            name_cell(layer.name),
+            name_cell(layer.kind.partition("(")[0]),  # an imported kind has the module's arguments with it
             *map(show_seconds, times),
             show_bytes(weights),
             show_bytes(layer.saved_bytes),
@@ -106,7 +115,7 @@ def plan_answer(plan: Plan) -> dict[str, Any]:
 
 
 def _rate(amount: float | None, seconds: float) -> float | None:
-    return amount / seconds if amount is not None and seconds > 0 else None
+    return None if amount is None else per_second(amount, seconds)
 
 
 def _stage_answer(costs: PlanCosts, index: int) -> dict[str, Any]:
@@ -146,31 +155,34 @@ def plan_table(plan: Plan) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        show_edge=False,
         title=f"{plan.profile.model} on {plan.cluster.name}, schedule {plan.schedule}",
         caption="; ".join(["time, in and out per microbatch", *(f"* {mark}" for mark in marks if mark)])
-        + "\n".join(["", _summary(answer), *answer["notes"]]),
+        + "\n".join(["", *_staleness(plan), _summary(answer), *answer["notes"]]),
     )
     table.add_column("stage", no_wrap=True)
     for column in ("layers", "devices"):
         table.add_column(column, overflow="fold")
-    stale = ("staleness",) if plan.is_asynchronous else ()
-    for column in ("in\nflight", *stale, "time", "in", "out", "memory"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_numbers(table, ("in\nflight", "time", "in", "out", "memory"))
     for index, stage in enumerate(answer["stages"]):
         ends = (stage["first_layer"], stage["last_layer"])
         table.add_row(
             f"{index} *" if marks[index] else str(index),
-            f"{' .. '.join(dict.fromkeys(ends))} ({len(stage['layers'])})"
-            + (", recomputed" if stage["recompute"] else ""),
+            Names(ends, f" ({len(stage['layers'])})" + (", recomputed" if stage["recompute"] else "")),
             _devices(stage),
             str(stage["in_flight"]),
-            *(show_staleness(plan.staleness[index]) for _ in stale),
             show_seconds(stage["microbatch_s"]),
             show_bytes(stage["input_bytes"]),
             show_bytes(stage["output_bytes"]) + ("" if stage["sends"] == "exact" else f" {stage['sends']}"),
             show_memory(costs, index),
         )
     return table
+
+
+def _staleness(plan: Plan) -> list[str]:
+    if not plan.is_asynchronous:
+        return []
+    return [f"staleness of the stages: {', '.join(map(show_staleness, plan.staleness))} updates"]
 
 
 def show_staleness(staleness: Staleness) -> str:
@@ -217,16 +229,17 @@ def trace_table(trace: Trace) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{trace.origin}: {answer['samples_per_s']:.1f} samples/s over {show_seconds(answer['seconds'])}",
+        padding=(0, 1, 0, 0),
     )
+    done = {kind for worker in answer["workers"] for kind in worker["median_s"]}
+    kinds = [kind.value for kind in Kind if kind.value in done]
+    table.caption = f"medians of: {letters(kinds)}" if kinds else "no actions"
     table.add_column("worker")
-    table.add_column("busy", justify="right")
-    kinds = [kind.value for kind in Kind]
-    for kind in kinds:
-        table.add_column(f"median {kind}", justify="right")
+    add_numbers(table, ("busy", *kinds))
     for worker in answer["workers"]:
         medians = worker["median_s"]
         cells = [show_seconds(medians[kind]) if kind in medians else "-" for kind in kinds]
-        table.add_row(worker["name"], f"{worker['utilisation']:.0%}", *cells)
+        table.add_row(name_cell(worker["name"]), f"{worker['utilisation']:.0%}", *cells)
     return table
 
 
@@ -241,8 +254,7 @@ def _comparison_table(found: Outcome) -> Table:
     plan, result = found.plan, found.result
     table = Table(box=box.SIMPLE_HEAD, title="predicted against measured")
     table.add_column("what")
-    for column in ("predicted", "measured", "measured / predicted"):
-        table.add_column(column, justify="right")
+    add_numbers(table, ("predicted", "measured", "measured /\npredicted"))
     one, two = trace_answer(found.simulated), trace_answer(found.measured)
     table.add_row("samples/s", *_pair(plan.predicted_samples_per_s, two["samples_per_s"], "{:.1f}".format))
     if plan.is_asynchronous:
@@ -251,11 +263,13 @@ def _comparison_table(found: Outcome) -> Table:
     for expected, worker in zip(one["workers"], two["workers"], strict=True):
         table.add_section()
         busy = _pair(expected["utilisation"], worker["utilisation"], "{:.0%}".format)
-        table.add_row(f"{worker['name']}: busy", *busy)
+        table.add_row(name_cell(f"{worker['name']}: busy"), *busy)
         for kind in expected["median_s"]:
             if kind in worker["median_s"]:
                 cells = _pair(expected["median_s"][kind], worker["median_s"][kind], show_seconds)
-                table.add_row(f"{worker['name']}: {kind}", *cells)
+                table.add_row(name_cell(f"{worker['name']}: {kind}"), *cells)
+    kinds = {kind for worker in two["workers"] for kind in worker["median_s"]}
+    table.caption = f"medians of: {letters(kinds)}" if kinds else None
     return table
 
 
@@ -264,9 +278,8 @@ def _compression_table(errors: Sequence[EdgeError]) -> Table:
         box=box.SIMPLE_HEAD, title="lost by compression", caption="norm of what was lost / norm of what was sent, mean"
     )
     for column in ("edge", "what", "sent in"):
-        table.add_column(column)
-    for column in ("relative error", "messages looked at"):
-        table.add_column(column, justify="right")
+        table.add_column(column, no_wrap=True)
+    add_numbers(table, ("relative\nerror", "messages\nlooked at"))
     for row in errors:
         what = "values" if row.direction == "forward" else "gradients"
         error = "not a number" if row.error is None else f"{row.error:.2e}"
@@ -336,24 +349,22 @@ def _devices_table(found: Survey) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=found.cluster.name)
     table.add_column("devices")
     for column in ("host", "kind"):
-        table.add_column(column, overflow="fold")
-    for column in ("memory each", "speed"):
-        table.add_column(column, justify="right")
+        table.add_column(column)
+    add_numbers(table, ("memory each", "speed"))
     rows: dict[tuple[str, Device], list[int]] = defaultdict(list)
     for host in found.hosts:
         for worker in host.workers:
             rows[host.name, found.cluster.devices[worker]].append(worker)
     for (host_name, device), workers in rows.items():
         memory = "-" if device.memory_bytes is None else write_bytes(device.memory_bytes)
-        table.add_row(show_numbers(workers), host_name, device.kind, memory, f"{device.speed:g}")
+        table.add_row(show_numbers(workers), name_cell(host_name), name_cell(device.kind), memory, f"{device.speed:g}")
     return table
 
 
 def _links_table(found: Survey) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("links")
-    for column in ("messages", "all-reduce", "a worker's own time", "all pairs at once"):
-        table.add_column(column, justify="right")
+    table.add_column("links", no_wrap=True)
+    add_numbers(table, ("messages", "all-reduce", "a worker's\nown time", "all pairs\nat once"))
     for level in found.levels:
         cells = [f"{rate}\n{latency}" for rate, latency in map(_link, (level.level, level.level.ring))]
         copying = level.handling.bytes_per_s
@@ -370,9 +381,8 @@ def _link(level: Level) -> tuple[str, str]:
 
 def _checks_table(level: LevelFindings) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=f"{level.reach}: predicted against measured")
-    table.add_column("what")
-    for column in ("size", "predicted", "measured", "measured / predicted"):
-        table.add_column(column, justify="right")
+    table.add_column("what", no_wrap=True)
+    add_numbers(table, ("size", "predicted", "measured", "measured /\npredicted"))
     for check in level.checks:
         cells = _pair(check.predicted_s, check.measured_s, show_seconds)
         table.add_row(check.what, write_bytes(check.num_bytes), *cells)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import codec
+from penstock.cli.cells import add_numbers, name_cell
 from penstock.cli.show import show_staleness, staleness_answer, trace_answer
 from penstock.plan import Plan
 from penstock.report.bars import Bar, bars_svg
@@ -89,11 +90,10 @@ def _workers_table(played: Simulation) -> Table:
         caption="shares of the whole time; averaging with the wait for others, bubble the rest of waiting",
     )
     table.add_column("worker")
-    for column in ("computing", "averaging", "bubble", "peak memory"):
-        table.add_column(column, justify="right")
+    add_numbers(table, ("computing", "averaging", "bubble", "peak memory"))
     for worker, name in enumerate(trace.workers):
         shares = (trace.utilisation(worker), played.averaging(worker), played.bubble(worker))
-        table.add_row(name, *map("{:.0%}".format, shares), _memory(played, worker))
+        table.add_row(name_cell(name), *map("{:.0%}".format, shares), _memory(played, worker))
     return table
 
 
@@ -106,19 +106,18 @@ def _memory(played: Simulation, worker: int) -> str:
 
 
 def _comparison_table(base: Simulation, others: Sequence[Named]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, title="what if")
-    table.add_column("change", overflow="fold", min_width=24)
-    for column in ("samples/s", "ratio", "bubble", "peak memory"):
-        table.add_column(column, justify="right")
-    table.add_column("bottleneck")
+    table = Table(box=box.SIMPLE_HEAD, title="what if", padding=(0, 1, 0, 0))
+    table.add_column("change")
+    add_numbers(table, ("samples/s", "ratio", "bubble", "peak\nmemory"))
+    table.add_column("bottleneck", no_wrap=True)
     for name, played in [("as it is", base), *others]:
         line = summary(played, base)
         table.add_row(
-            name,
+            name_cell(name),
             f"{line['samples_per_s']:.1f}",
             "-" if line["ratio"] is None else f"{line['ratio']:.2f}",
             f"{line['bubble']:.0%}",
-            show_bytes(line["peak_memory_bytes"]) + ("" if line["fits"] else " (DOES NOT FIT)"),
+            show_bytes(line["peak_memory_bytes"]) + ("" if line["fits"] else "\nDOES NOT FIT"),
             line["bottleneck"]["limit"],
         )
     return Group(table, *(Text(f"- {name}: {verdict_of(played).text}") for name, played in others))
@@ -129,25 +128,24 @@ def sweep_table(outcomes: Sequence[Outcome]) -> RenderableType:
     parts = {part: [getattr(each.case, part) for each in outcomes] for part in ("source", "cluster", "schedule")}
     same = [names[0] for part, names in parts.items() if len(set(names)) == 1]
     different = [part for part in parts if len(set(parts[part])) > 1]
-    table = Table(box=box.SIMPLE_HEAD, title=", ".join([*same, "fastest first"]), padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, title=", ".join([*same, "fastest first"]), padding=0)
     for part in different:
-        table.add_column(part, overflow="fold", no_wrap=part == "schedule")
-    table.add_column("replicas", overflow="fold")
-    for column in ("micro-\nbatches", "samples/s", "bubble", "peak\nmemory"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(part, no_wrap=part == "schedule", min_width=len(part))
+    table.add_column("replicas", min_width=len("replicas"))
+    add_numbers(table, ("micro-\nbatches", "samples/s", "bubble", "peak\nmemory"))
     table.add_column("bottleneck", no_wrap=True)
     for outcome in outcomes:
-        cells = ["-"] * 5 + ["cannot be"]
+        cells: list[RenderableType] = [*"-----", "cannot be"]
         if outcome.possible:
             cells = [
-                "-".join(map(str, outcome.replicas)),
+                name_cell("-".join(map(str, outcome.replicas))),
                 str(outcome.microbatches),
                 f"{outcome.samples_per_s:.1f}",
                 f"{outcome.bubble:.0%}",
                 show_bytes(outcome.peak_memory_bytes),
                 outcome.limit,
             ]
-        table.add_row(*(getattr(outcome.case, part) for part in different), *cells)
+        table.add_row(*(name_cell(getattr(outcome.case, part)) for part in different), *cells)
     return Group(table, *(Text(f"- {each.case}: {each.text}") for each in outcomes if not each.possible))
 
 

@@ -15,10 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.cells import add_numbers, name_cell
 from penstock.errors import FormatError
+from penstock.limits import per_second
 from penstock.record import Moment, Reader, Record, Start
 from penstock.run import RunDirectory
-from penstock.units import show_bytes
+from penstock.units import show_bytes, show_clock
 
 POLL_S = 0.5
 QUIET_S = 30.0
@@ -31,7 +33,7 @@ BUSY_WIDTH = 12
 
 
 def read_run(run: RunDirectory) -> Reader:
-    """What to read of a run, or a clear word on why there is nothing."""
+    """What to read of a run that has begun, or a clear word on why there is nothing."""
     if not run.path.is_dir():
         raise FormatError(f"{run.path}: no such run directory; start one with penstock train --run-dir {run.path}")
     if not run.progress.exists():
@@ -43,16 +45,21 @@ def read_run(run: RunDirectory) -> Reader:
 
 
 def follow(run: RunDirectory, console: Console, sleep: Callable[[float], None] = time.sleep) -> Record:
-    """Show the run until it ends; what is shown last stays."""
-    reader = read_run(run)
+    """Wait for the run to begin and show it until it ends; what is shown last stays."""
+    reader = Reader(run.progress)
     with Live(console=console, auto_refresh=False) as live:
         while True:
             record = reader.read()
             quiet_s = 0.0 if record.end else max(0.0, time.time() - reader.changed_unix_s)
-            live.update(view(record, console.width, quiet_s), refresh=True)
+            shown = view(record, console.width, quiet_s) if record.start else _waiting(run)
+            live.update(shown, refresh=True)
             if record.end is not None:
                 return record
             sleep(POLL_S)
+
+
+def _waiting(run: RunDirectory) -> RenderableType:
+    return Text(f"waiting for a run to begin in {run.path}: training comes after profiling and planning")
 
 
 def answer(record: Record) -> dict[str, Any]:
@@ -78,7 +85,7 @@ def pace(moments: Sequence[Moment]) -> float | None:
         return None
     last = moments[-1]
     at_s, samples = (moments[-LATELY].at_s, moments[-LATELY].samples) if len(moments) >= LATELY else (0.0, 0)
-    return (last.samples - samples) / (last.at_s - at_s) if last.at_s > at_s else None
+    return per_second(last.samples - samples, last.at_s - at_s)
 
 
 def _seconds_left(start: Start, moments: Sequence[Moment]) -> float | None:
@@ -91,9 +98,9 @@ def view(record: Record, width: int, quiet_s: float) -> RenderableType:
     if start is None or not moments:
         return Text(f"{start.model if start else 'run'}: the workers have started; nothing is finished yet")
     parts: list[RenderableType] = [_head(start, record), _figures(start, moments, width), _workers(start, moments[-1])]
-    parts += [Text(f"{_clock(mark.at_s)}  {mark.text}", style="dim") for mark in record.marks[-LAST_MARKS:]]
+    parts += [Text(f"{show_clock(mark.at_s)}  {mark.text}", style="dim") for mark in record.marks[-LAST_MARKS:]]
     if quiet_s > QUIET_S:
-        parts.append(Text(f"no news for {_clock(quiet_s)}: a worker waits, or the run has ended", style="yellow"))
+        parts.append(Text(f"no news for {show_clock(quiet_s)}: a worker waits, or the run has ended", style="yellow"))
     return Group(*parts)
 
 
@@ -103,7 +110,7 @@ def _head(start: Start, record: Record) -> RenderableType:
     if record.end is not None:
         state = Text(record.end, style="green" if record.end == "finished" else "yellow")
     else:
-        state = Text("running" if left_s is None else f"about {_clock(left_s)} left")
+        state = Text("running" if left_s is None else f"about {show_clock(left_s)} left")
     done = start.minibatch(moment.samples)
     row = Table.grid(padding=(0, 2))
     row.add_row(
@@ -111,7 +118,7 @@ def _head(start: Start, record: Record) -> RenderableType:
         ProgressBar(total=max(1, start.samples), completed=moment.samples, width=24),
         Text(f"{moment.samples / max(1, start.samples):.0%}"),
         Text(f"minibatch {done} of {start.first_minibatch + start.minibatches}"),
-        Text(_clock(moment.at_s)),
+        Text(show_clock(moment.at_s)),
         state,
     )
     return row
@@ -137,18 +144,17 @@ def _range(losses: Sequence[float]) -> str:
 
 def _workers(start: Start, moment: Moment) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("worker", overflow="fold")
-    for column in ("busy", "last done", "memory", "predicted peak"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("worker")
+    add_numbers(table, ("busy", "last done", "memory", "predicted peak"))
     for worker, name in enumerate(start.workers):
         held, busy = moment.memory_bytes[worker], moment.busy[worker]
-        full = round(busy * BUSY_WIDTH)
+        full = round(min(1.0, max(0.0, busy)) * BUSY_WIDTH)
         silent_s = moment.at_s - moment.heard_s[worker]
         done = moment.done[worker] or "-"
         table.add_row(
-            Text(name),
+            name_cell(name),
             Text.assemble(("━" * full, "cyan"), ("╌" * (BUSY_WIDTH - full), "bright_black"), f" {busy:4.0%}"),
-            done if silent_s < QUIET_S else Text(f"{done}, {_clock(silent_s)} ago", style="yellow"),
+            done if silent_s < QUIET_S else Text(f"{done}, {show_clock(silent_s)} ago", style="yellow"),
             "-" if held is None else show_bytes(held),
             show_bytes(start.memory_bytes[worker]),
         )
@@ -165,10 +171,3 @@ def sparkline(values: Sequence[float], width: int, low: float | None = None) -> 
     low, high = min(means) if low is None else low, max(means)
     steps = len(BARS) - 1
     return "".join(BARS[round(steps * (mean - low) / (high - low)) if high > low else 0] for mean in means)
-
-
-def _clock(seconds: float) -> str:
-    """3:07, or 1:02:45."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

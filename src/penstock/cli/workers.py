@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
 
 from penstock import codec, places
 from penstock.cli.going_on import Checkpoints, command_to_go_on
+from penstock.cli.steps import Steps
+from penstock.cluster import Cluster
 from penstock.errors import PenstockError, PlanError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
+from penstock.planner import make_plan
 from penstock.profile import Profile
 from penstock.provenance import provenance_of
 from penstock.run import RunDirectory
@@ -48,6 +49,7 @@ __all__ = [
     "measure_cluster_here",
     "open_run",
     "profile",
+    "profile_and_plan",
     "train",
     "train_here",
     "verify",
@@ -59,17 +61,17 @@ T = TypeVar("T")
 REPEATS = 6
 
 
-def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profile:
+def profile(job_file: Path, microbatch_size: int | None, threads: int, steps: Steps) -> Profile:
+    steps.begin(f"loading {job_file}")
     job = load_job(job_file)
-    columns = (
-        TextColumn("profiling"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} layers"),
-        TimeElapsedColumn(),
-    )
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    with progress as bar, share_of_machine(threads) as device:
-        task = bar.add_task("layers", total=None)
+    steps.begin("profiling: capturing the model")
+
+    def progress(done: int, total: int) -> None:
+        if done == 1:
+            steps.begin("profiling")
+        steps.part(done, total, "parts")
+
+    with share_of_machine(threads) as device:
         return profile_job(
             job,
             clock=time.perf_counter,
@@ -77,13 +79,15 @@ def profile(job_file: Path, microbatch_size: int | None, threads: int) -> Profil
             microbatch_size=microbatch_size or job.batch_size,
             threads=threads,
             repeats=REPEATS,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=progress,
         )
 
 
-def schedule_for(job_file: Path) -> str:
-    """The schedule to plan with where none was asked for: a job whose stages update together needs 1f1b."""
-    return "1f1b" if load_job(job_file).updates_together else "pipedream"
+def profile_and_plan(job_file: Path, cluster: Cluster, steps: Steps) -> Plan:
+    """With the usual schedule; a job whose stages update together needs 1f1b."""
+    made = profile(job_file, None, 1, steps)
+    steps.begin("planning")
+    return make_plan(made, cluster, schedule="1f1b" if load_job(job_file).updates_together else "pipedream")
 
 
 @contextmanager
@@ -120,6 +124,8 @@ def train(job_file: Path, plan: Plan, run: RunDirectory, options: Options) -> No
     done = Checkpoints(run, options.resume)
     given = sys.argv[1:] if sys.argv[1:2] == ["train"] else arguments  # the demo's own command cannot go on
     command = partial(command_to_go_on, given, job_file, run.plan)
+    if not options.quiet:
+        typer.echo(f"starting {len(plan.devices)} workers", err=True)
     try:
         _launch(arguments, len(plan.devices), plan.profile.threads, options.timeout_s)
     except PenstockError as error:
@@ -181,18 +187,21 @@ def _open_at_worker_0(
         yield directory
 
 
-def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
+def verify(job_file: Path, plan_file: Path, timeout_s: float, steps: Steps) -> Verification:
+    steps.begin(f"loading {job_file}")
     plan = _check_input(job_file, plan_file)
-    job = load_job(job_file)
     with tempfile.TemporaryDirectory() as directory:
         os.environ["PENSTOCK_VERIFY"] = directory
         arguments = ["verify", str(job_file), str(plan_file), "--timeout", str(timeout_s)]
+        steps.begin(f"running a minibatch on {len(plan.devices)} workers")
         try:
             _launch(arguments, len(plan.devices), plan.profile.threads, timeout_s)
-        except Interrupted:
-            sys.stderr.write("\npenstock: stopped, all workers ended; nothing was compared\n")
-            raise
-        return compare(job, plan, Path(directory))
+        except Interrupted as interrupted:
+            steps.end()
+            sys.stderr.write("\npenstock: stopped, all workers ended; nothing was compared, and nothing is kept\n")
+            raise typer.Exit(interrupted.exit_code) from None
+        steps.begin("running the same minibatch in one process")
+        return compare(load_job(job_file), plan, Path(directory))
 
 
 def verify_here(job_file: Path, plan_file: Path, timeout_s: float) -> None:
@@ -204,7 +213,7 @@ def verify_here(job_file: Path, plan_file: Path, timeout_s: float) -> None:
 
 def measure_cluster(workers: int, output: Path, timeout_s: float, as_json: bool) -> None:
     """Start workers on this machine to measure it; the first of them writes the file and shows what was found."""
-    arguments = ["cluster", "measure", "--output", str(output), "--timeout", str(timeout_s)]
+    arguments = ["cluster", "measure", "--overwrite", "--output", str(output), "--timeout", str(timeout_s)]
     try:
         _launch([*arguments, "--json"] if as_json else arguments, workers, THREADS, timeout_s)
     except Interrupted as interrupted:
@@ -216,13 +225,14 @@ def measure_cluster_here(timeout_s: float, quiet: bool, tell: Callable[[Survey],
     """Be one worker; the first one tells what all have found."""
 
     def work() -> None:
-        columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        shown = os.environ["RANK"] == "0" and not quiet
-        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
-            task = bar.add_task("", total=None)
-            found = survey_cluster(
-                timeout_s, lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-            )
+        with Steps(quiet=quiet or os.environ["RANK"] != "0") as steps:
+            steps.begin("measuring: the workers meet")
+
+            def progress(done: int, total: int, what: str) -> None:
+                steps.begin(f"measuring {what}")
+                steps.part(done, total)
+
+            found = survey_cluster(timeout_s, progress)
         if found is not None:
             tell(found)
 

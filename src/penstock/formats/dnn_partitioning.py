@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 
 from penstock.cluster import ANY_KIND, HOST_KIND, Cluster, Device, Level
 from penstock.errors import FormatError, GraphError
-from penstock.formats.reading import MAX_DEVICES, checked_amount, decode_json, find_cycle, layer_seconds, shorten
+from penstock.formats.reading import checked_amount, decode_json, find_cycle, layer_seconds, shorten
 from penstock.graph import Layer, LayerGraph, Parameter, Value
+from penstock.limits import MOST_DEVICES, is_size
 from penstock.profile import LayerSeconds, Profile
 
 FRONT_END = "dnn-partitioning"
@@ -203,11 +203,11 @@ def _total(nodes: list[_Node], field: str, source: str) -> float:
 
 
 def _cluster(problem: _Problem, source: str) -> Cluster:
-    if not 1 <= problem.maxFPGAs <= MAX_DEVICES:
-        raise FormatError(f"{source}: maxFPGAs: {problem.maxFPGAs} devices; expected 1 to {MAX_DEVICES}")
-    if not 0 <= problem.maxCPUs <= MAX_DEVICES:
-        raise FormatError(f"{source}: maxCPUs: {problem.maxCPUs} devices; expected 0 to {MAX_DEVICES}")
-    if not (math.isfinite(problem.maxSizePerFPGA) and problem.maxSizePerFPGA >= 1):
+    if not 1 <= problem.maxFPGAs <= MOST_DEVICES:
+        raise FormatError(f"{source}: maxFPGAs: {problem.maxFPGAs} devices; expected 1 to {MOST_DEVICES}")
+    if not 0 <= problem.maxCPUs <= MOST_DEVICES:
+        raise FormatError(f"{source}: maxCPUs: {problem.maxCPUs} devices; expected 0 to {MOST_DEVICES}")
+    if not (is_size(problem.maxSizePerFPGA) and problem.maxSizePerFPGA >= 1):
         raise FormatError(f"{source}: maxSizePerFPGA: {problem.maxSizePerFPGA} bytes; expected at least 1")
     hosts = (Device(kind=HOST_KIND),) * problem.maxCPUs
     devices = hosts + (Device(memory_bytes=round(problem.maxSizePerFPGA)),) * problem.maxFPGAs

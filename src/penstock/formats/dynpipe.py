@@ -13,6 +13,7 @@ from penstock.cluster import ANY_KIND
 from penstock.errors import FormatError, PlanError
 from penstock.formats.reading import MILLI, decode_json, layer_seconds, numbered_lines, parse_amount
 from penstock.graph import Layer, LayerGraph, Value
+from penstock.limits import is_size
 from penstock.plan import Plan
 from penstock.profile import Profile
 
@@ -127,6 +128,6 @@ def _check_length(column: Column, amounts: Sequence[float], allowed: tuple[int, 
 
 
 def _sent_bytes(num_bytes: float, where: str) -> int:
-    if not math.isfinite(num_bytes):
+    if not is_size(num_bytes):
         raise FormatError(f"{where}: too long for any transfer; give seconds")
     return round(num_bytes)

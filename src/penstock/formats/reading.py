@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import graphlib
-import json
-import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from penstock import codec
-from penstock.errors import FormatError, PenstockError
+from penstock.errors import FormatError
+from penstock.limits import is_size
 from penstock.profile import LayerSeconds
 
 T = TypeVar("T")
-
-MAX_DEVICES = 65_536
-"""A file that asks for more is damaged; believing it would fill the memory."""
 
 MILLI = -3
 """Decimal places between a file's milliseconds and seconds."""
@@ -44,7 +40,7 @@ def parse_amount(text: str, where: str, places: int = 0) -> float:
 
 
 def checked_amount(number: float, where: str) -> float:
-    if not (math.isfinite(number) and number >= 0):
+    if not is_size(number):
         raise FormatError(f"{where}: {number} is no time or size; expected a finite number of 0 or more")
     return number
 
@@ -57,24 +53,7 @@ def parse_count(text: str, where: str, most: int) -> int:
 
 def decode_json(cls: type[T], text: str, source: str) -> T:
     """A dataclass whose fields are the file's own keys."""
-    return decode_data(cls, load_json(text, source), source)
-
-
-def decode_data(cls: type[T], data: Any, source: str) -> T:
-    try:
-        return codec.decode(cls, data)
-    except PenstockError as error:
-        raise type(error)(f"{source}: {error}") from None
-
-
-def load_json(text: str, source: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise FormatError(f"{source}: not JSON ({place}); correct it there or write it again") from None
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{source}: not JSON that can be read ({error}); write it again") from None
+    return codec.decode_from(source, cls, codec.parse_json(text, source))
 
 
 def layer_seconds(forward_s: float, backward_s: float, has_parameters: bool) -> LayerSeconds:

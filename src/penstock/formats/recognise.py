@@ -10,7 +10,7 @@ from penstock.cluster import Cluster, parse_cluster
 from penstock.errors import FormatError, PenstockError
 from penstock.formats.dnn_partitioning import parse_placement
 from penstock.formats.pipedream_graph import SEPARATOR, parse_graph
-from penstock.formats.reading import decode_data, load_json, numbered_lines
+from penstock.formats.reading import numbered_lines
 from penstock.formats.sparsepipe import cluster_of_servers, merge_kinds, parse_servers, profile_paths
 from penstock.profile import Profile
 
@@ -25,7 +25,7 @@ def read_profile(path: Path) -> Profile:
     text, source = codec.read_text(path), str(path)
     _, first = numbered_lines(text, source)[0]
     if first.lstrip().startswith("{"):
-        return _from_json(load_json(text, source), text, path)
+        return _from_json(codec.parse_json(text, source), text, path)
     if SEPARATOR in first:
         return parse_graph(text, source=source, model=_model_name(path))[0]
     if first.startswith("Server"):
@@ -54,14 +54,14 @@ def read_cluster(text: str) -> Cluster:
         raise FormatError(f"{path}: a server file has no bandwidths; give them too, as in {path}@12GB/s,1.25GB/s")
     if not content.lstrip().startswith("{"):
         return parse_cluster(text)
-    if "nodes" not in load_json(content, text):
+    if "nodes" not in codec.parse_json(content, text):
         raise FormatError(f"{path}: JSON without devices; a cluster is a TOML file or a dnn-partitioning graph")
     return parse_placement(content, source=text, model=_model_name(path))[1]
 
 
 def _from_json(data: Any, text: str, path: Path) -> Profile:
     if "format" in data:
-        return decode_data(Profile, data, str(path))
+        return codec.decode_from(str(path), Profile, data)
     if "nodes" in data and "edges" in data:
         return parse_placement(text, source=str(path), model=_model_name(path))[0]
     raise FormatError(f"{path}: JSON, but no profile that Penstock knows; tried {_TRIED}")

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from penstock.cluster import Cluster, Device, Level
 from penstock.errors import ClusterError, FormatError, ProfileError
-from penstock.formats.reading import MAX_DEVICES, numbered_lines, parse_count, shorten
+from penstock.formats.reading import numbered_lines, parse_count, shorten
 from penstock.graph import LayerGraph
+from penstock.limits import MOST_DEVICES
 from penstock.profile import Profile
 
 FRONT_END = "sparsepipe"
@@ -47,8 +48,8 @@ def parse_servers(text: str, source: str) -> tuple[Server, ...]:
             raise FormatError(f"{where}: a device before the first server; start with a line such as Server0")
         devices = _parse_devices(line, where)
         total += devices.count
-        if total > MAX_DEVICES:
-            raise FormatError(f"{where}: {total} devices so far; expected at most {MAX_DEVICES}")
+        if total > MOST_DEVICES:
+            raise FormatError(f"{where}: {total} devices so far; expected at most {MOST_DEVICES}")
         if paths.setdefault(devices.kind, devices.profile_path) != devices.profile_path:
             raise FormatError(
                 f"{where}: {devices.kind} has the profile {devices.profile_path} here and {paths[devices.kind]} "
@@ -159,4 +160,4 @@ def _parse_devices(line: str, where: str) -> ServerDevices:
     if len(parts) != 3 or not parts[2].isprintable():
         raise FormatError(f"{where}: expected `name count profile_path`, found {shorten(line.strip())!r}")
     kind, count, path = parts
-    return ServerDevices(kind=kind, count=parse_count(count, f"{where}: count", MAX_DEVICES), profile_path=path)
+    return ServerDevices(kind=kind, count=parse_count(count, f"{where}: count", MOST_DEVICES), profile_path=path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import FormatError, PlanError
 from penstock.graph import LayerGraph
@@ -31,6 +31,21 @@ class Hints:
             raise PlanError(f"{len(self.replicas)} stages are asked for, and at most {self.most_stages}; drop one hint")
         if self.straight and any(count > 1 for count in self.replicas):
             raise PlanError(f"replicas {list(self.replicas)} and a straight pipeline contradict each other; drop one")
+
+    def without_each(self) -> dict[str, Hints]:
+        """By each hint there is, as the command line has it, all the others."""
+        found = {}
+        if self.replicas:
+            found[f"--replicas {'-'.join(map(str, self.replicas))}"] = replace(self, replicas=())
+        for at, (layer, stage) in enumerate(self.pins):
+            found[f"--pin {layer}={stage}"] = replace(self, pins=self.pins[:at] + self.pins[at + 1 :])
+        for at, (first, second) in enumerate(self.together):
+            found[f"--no-cut {first}={second}"] = replace(self, together=self.together[:at] + self.together[at + 1 :])
+        if self.straight:
+            found["--straight"] = replace(self, straight=False)
+        if self.most_stages is not None:
+            found[f"--most-stages {self.most_stages}"] = replace(self, most_stages=None)
+        return found
 
     @property
     def num_stages(self) -> int | None:

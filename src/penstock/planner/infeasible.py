@@ -26,13 +26,13 @@ def explain_infeasible(request: Request) -> str:
         )
     unhinted = replace(request, hints=Hints())
     if request.hints != Hints() and _leanest(_with_memory(request, math.inf)) is None:
-        return f"no plan for {model} on {cluster.name} keeps to the hints; drop or change one"
+        return f"no plan for {model} on {cluster.name} keeps to {_unkept(request)}"
     if not request.family.trains and _leanest(_with_memory(unhinted, math.inf)) is None:
         return (
             f"{model} cannot serve {request.samples_per_s:g} samples/s on {cluster.name}; ask for fewer, or add devices"
         )
     if not any(device.memory_bytes for device in cluster.devices):
-        return f"no plan for {model} on {cluster.name} keeps to the hints; drop or change one"
+        return f"no plan for {model} on {cluster.name} keeps to {_unkept(request)}"
     times, plan = _least_memory(request)
     if plan is None:
         return f"no plan for {model} on {cluster.name} fits, however large its devices; drop a hint"
@@ -53,6 +53,16 @@ def explain_infeasible(request: Request) -> str:
         f"{index} ({layers}) where device {device} has {show_bytes(have)}, {show_bytes(need - have)} too little. "
         f"What would fit: {', or '.join(remedies)}"
     )
+
+
+def _unkept(request: Request) -> str:
+    """The hints that stand in the way: each without which there is a plan, or all where it takes several."""
+    boundless = _with_memory(request, math.inf)
+    without = request.hints.without_each()
+    guilty = [name for name, hints in without.items() if _leanest(replace(boundless, hints=hints)) is not None]
+    if guilty:
+        return f"{' and '.join(guilty)}; drop or change {'it' if len(guilty) == 1 else 'one of them'}"
+    return f"these hints together: {', '.join(without)}; drop or change some"
 
 
 def _excess_bytes(request: Request, plan: Plan, index: int, place: int) -> float:

@@ -13,7 +13,7 @@ from penstock.planner.hints import Hints
 from penstock.planner.infeasible import explain_infeasible
 from penstock.planner.request import CLOSE_ENOUGH, MOST_SIMULATED_WORKERS, Request, Scored, fastest
 from penstock.profile import Profile
-from penstock.schedule import check, family
+from penstock.schedule import family
 from penstock.schedule.custom import custom_lines, custom_microbatches, numbered_by_stage, parse_custom
 
 
@@ -65,8 +65,6 @@ def make_plan(
             best = compressed
     if best is None:
         raise PlanError(explain_infeasible(request))
-    if custom:
-        check(best[1].schedule_for([best[1].microbatches] * 2))
     return best[1]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import codec
 from penstock.errors import FormatError
 from penstock.report.content import report_content
 from penstock.report.outcome import Outcome
@@ -23,22 +25,35 @@ MICROBATCHES = 12
 """that the timeline shows from end to end"""
 
 
-def write_figures(directory: Path, outcome: Outcome) -> list[Path]:
-    """Every figure that the run has something to show in, by its name."""
+def write_figures(path: Path, outcome: Outcome) -> list[Path]:
+    """Every figure that the run has something to show in: by its name in a directory, or all in one ``.png`` file."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         raise FormatError("--png needs matplotlib, which is not installed; pip install 'penstock[figures]'") from None
-    directory.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, height_in, draw in _figures(outcome):
-        with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+    found = list(_figures(outcome))
+    with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        if path.suffix.lower() == ".png" and not path.is_dir():
+            heights = [height_in for _, height_in, _ in found]
+            figure = Figure(figsize=(WIDTH_IN, sum(heights)), dpi=DOTS_PER_INCH, layout="constrained")
+            parts = figure.subfigures(len(found), height_ratios=heights, squeeze=False)[:, 0]
+            for part, (_, _, draw) in zip(parts, found, strict=True):
+                draw(part)
+            return [_saved(figure, path)]
+        written = []
+        for name, height_in, draw in found:
             figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DOTS_PER_INCH, layout="constrained")
             draw(figure)
-            written.append(directory / f"{name}.png")
-            figure.savefig(written[-1])
-    return written
+            written.append(_saved(figure, path / f"{name}.png"))
+        return written
+
+
+def _saved(figure: Any, path: Path) -> Path:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    codec.write_bytes(drawn.getvalue(), path)
+    return path
 
 
 Draw = Callable[[Any], None]

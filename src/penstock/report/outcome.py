@@ -61,6 +61,12 @@ class Outcome:
                     f"the {trace.origin} trace has {len(trace.workers)} workers but the plan has "
                     f"{len(self.plan.devices)}; give the traces of this plan"
                 )
+            stages = int(trace.columns.stage.max(initial=-1)) + 1
+            if stages > len(self.plan.stages):
+                raise FormatError(
+                    f"the {trace.origin} trace has actions of stage {stages - 1} but the plan has "
+                    f"{len(self.plan.stages)} stages; give the traces of this plan"
+                )
 
 
 def outcome_of(run: RunDirectory) -> Outcome:

@@ -132,9 +132,38 @@ def _capture(model: nn.Module, inputs: Any, others: Sequence[Any], mode: str, on
                         "%s is captured by %s, as torch.export cannot: %s", type(model).__name__, name, captured.reason
                     )
                 return captured
+        _check_runs(model, inputs)
     raise CaptureError(
         f"{type(model).__name__} cannot be captured; " + "; ".join(f"{k}: {v}" for k, v in reasons.items())
     )
+
+
+def _check_runs(model: nn.Module, inputs: Any) -> None:
+    """Raise what is wrong with the model itself: one that cannot run cannot be captured by anybody."""
+    under_way: list[str] = []
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: under_way.append(name)))
+        hooks.append(module.register_forward_hook(lambda *_: under_way.pop() and None))
+    args, kwargs = call_arguments(inputs)
+    try:
+        with torch.no_grad(), untouched(model):
+            model(*args, **kwargs)
+    except Exception as error:
+        modules, inner = dict(model.named_modules()), under_way[-1] if under_way else ""
+        where = f" in layer {inner!r} ({type(modules[inner]).__name__})" if inner else ""
+        raise CaptureError(
+            f"the forward of {type(model).__name__} fails{where} on {_shapes(inputs)}: {why(error)}; "
+            "correct the model, or the inputs in Job.data"
+        ) from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _shapes(inputs: Any) -> str:
+    shapes = [f"{list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in tensors_in(inputs)]
+    return f"inputs of {', '.join(shapes)}" if shapes else "its inputs"
 
 
 @contextmanager

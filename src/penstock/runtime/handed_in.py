@@ -24,6 +24,7 @@ import numpy as np
 from penstock import codec
 from penstock.clocks import Alignment
 from penstock.errors import FormatError
+from penstock.limits import is_usable
 from penstock.plan import Plan
 from penstock.run import EdgeError, RunDirectory
 from penstock.runtime.compress import Direction
@@ -139,7 +140,7 @@ def edge_error(plan: Plan, edge: Direction, total: float, count: int) -> EdgeErr
         target=target,
         sends=plan.stages[source].sends,
         direction=direction,
-        error=mean if math.isfinite(mean) else None,
+        error=mean if is_usable(mean) else None,
         looked_at=count,
     )
 
@@ -153,5 +154,5 @@ def edge_errors(accounts: Iterable[Account]) -> Iterator[EdgeError]:
     for _, parts in sorted(found.items()):
         looked_at = sum(part.looked_at for part in parts)
         total = math.fsum(math.nan if part.error is None else part.error * part.looked_at for part in parts)
-        error = total / looked_at if math.isfinite(total) else None
+        error = total / looked_at if is_usable(total) else None
         yield replace(parts[0], error=error, looked_at=looked_at)

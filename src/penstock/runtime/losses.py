@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.errors import JobError, PlanError
 from penstock.job import Job
+from penstock.limits import is_usable
 from penstock.runtime.grouping import LOSS
 from penstock.runtime.loss_file import LossFile
 from penstock.runtime.randomness import keyed_function
@@ -159,4 +160,4 @@ class LossLog:
     def recent(self) -> float | None:
         """A mean over the newest microbatches."""
         found = mean_of(self._newest)
-        return found if math.isfinite(found) else None
+        return found if is_usable(found) else None

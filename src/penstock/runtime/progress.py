@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TextIO
@@ -11,6 +12,7 @@ from typing import NamedTuple, Protocol, TextIO
 from penstock.errors import FormatError
 from penstock.record import Mark, Moment, interval_s
 from penstock.runtime.memory import MemoryMeter
+from penstock.units import show_clock
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +137,7 @@ class ProgressLine:
     def moment(self, moment: Moment) -> None:
         text = self.text(moment)
         if self._live:
+            text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps could not be overwritten
             self.out.write("\r" + text.ljust(self._width))
             self._width = len(text)
         elif moment.at_s - self._last_s >= self.every_s:
@@ -147,7 +150,8 @@ class ProgressLine:
         busy = " ".join(f"{share:.0%}" for share in moment.busy)
         done = moment.samples / max(1, self.total)
         rate = moment.samples / moment.at_s if moment.at_s > 0 else 0.0
-        return f"{done:4.0%}  {loss}  {rate:.1f} samples/s  workers busy {busy}  {moment.at_s:.0f} s"
+        left = f", {show_clock((self.total - moment.samples) / rate)} left" if 0 < moment.samples < self.total else ""
+        return f"{done:4.0%}  {loss}  {rate:.1f} samples/s  {show_clock(moment.at_s)}{left}  workers busy {busy}"
 
     def mark(self, mark: Mark) -> None:
         """Leave a line standing above the one that moves."""

@@ -6,7 +6,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,7 +40,7 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
         progress(0, 1, "devices")
         work = FixedWork(device, time.perf_counter)
         share("ready", None, timeout_s)
-        mine = _facts(device, work.per_s())
+        mine = _facts(device, work.rates())
         facts = [codec.decode(WorkerFacts, part) for part in share("facts", codec.encode(mine), timeout_s)]
         trials, everyone = make_trials(group_hosts(facts)), tuple(range(len(facts)))
         pairs = [pair for trial in trials for group in trial.groups for pair in around(group)]
@@ -73,15 +73,17 @@ def _groups(trials: tuple[Trial, ...], everyone: tuple[int, ...]) -> list[tuple[
     return list(dict.fromkeys([everyone, *rings]))
 
 
-def _facts(device: torch.device, work_per_s: float) -> WorkerFacts:
-    gpu = device.type == "cuda"
+def _facts(device: torch.device, rates: Sequence[float]) -> WorkerFacts:
+    gpu, median = device.type == "cuda", statistics.median(rates)
+    quarters = statistics.quantiles(rates) if len(rates) > 1 else [median] * 3
     return WorkerFacts(
         host=socket.gethostname(),
         host_id=host_id(),
         host_memory_bytes=_host_memory_bytes(),
         device_memory_bytes=torch.cuda.get_device_properties(device).total_memory if gpu else None,
         kind=device_kind(device) if gpu else ANY_KIND,
-        work_per_s=work_per_s,
+        work_per_s=median,
+        spread=(quarters[2] - quarters[0]) / median,
     )
 
 
@@ -122,8 +124,8 @@ class FixedWork:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def per_s(self) -> float:
-        """How often in a second; the median over rounds. Workers that start together end together, by the clock, so
+    def rates(self) -> list[float]:
+        """How often in a second, round by round. Workers that start together end together, by the clock, so
         that those who share cores share them to the end."""
         rates, end_s = [], self.clock() + WORK_S
         while self.clock() < end_s:
@@ -132,4 +134,4 @@ class FixedWork:
                 self.run()
                 count += 1
             rates.append(count / (self.clock() - start_s))
-        return statistics.median(rates)
+        return rates

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from penstock import codec
 from penstock.errors import JobError, PlanError
 from penstock.job import Job
+from penstock.limits import is_usable
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.record import Mark, Start, Writer
@@ -103,6 +103,7 @@ def train_worker(
     Worker 0 opens the directory of the run; returns it, at every worker. ``opened`` is told of it before
     training begins.
     """
+    say_at_first("the workers meet", options)
     with worker_process(plan, options.timeout_s) as device, ExitStack() as stack:
         check_placement(plan, device, options.timeout_s)
         store = dist.distributed_c10d._get_default_store()
@@ -117,6 +118,7 @@ def train_worker(
         opened(run)
         groups = sync_groups(plan, together=job.updates_together or job.evaluation is not None)
         links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
+        say_at_first("the workers capture the model and build their stages", options)
         assembly = assemble(
             job,
             plan,
@@ -131,6 +133,13 @@ def train_worker(
         save, clocks = save_together(aside, options.timeout_s), clocks_of(aside, options.timeout_s)
         _Training(assembly, run, options, links, save, clocks).run()
     return run
+
+
+def say_at_first(words: str, options: Options) -> None:
+    """What is under way before there is any progress to show, once for all workers."""
+    if os.environ["RANK"] == "0" and not options.quiet:
+        sys.stderr.write(f"{words}\n")
+        sys.stderr.flush()
 
 
 @contextmanager
@@ -243,7 +252,7 @@ class _Training:
     def _evaluate(self, done: Checkpoint) -> bool:
         """Whether to stop. All workers find the same values, so they all stop or none does."""
         assert self.evaluator is not None
-        found = {name: value if math.isfinite(value) else None for name, value in self.evaluator.run().items()}
+        found = {name: value if is_usable(value) else None for name, value in self.evaluator.run().items()}
         self.evaluations += (Evaluation(epoch=done.epoch, steps=done.steps, values=found),)
         stop = self.job.early_stop
         self.stopped_early = stop is not None and stop.stops([e.values.get(stop.metric) for e in self.evaluations])

@@ -50,4 +50,4 @@ class Action(NamedTuple):
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
 
-_TEXT = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d+)")
+_TEXT = re.compile(rf"([0-9]{{1,9}})({'|'.join(kind.value for kind in Kind)})([0-9]{{1,9}})")

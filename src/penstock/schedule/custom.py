@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 
 from penstock.errors import ScheduleError
+from penstock.limits import MOST_MICROBATCHES
 from penstock.schedule.action import Action
 from penstock.schedule.pipeline import Pipeline
 
@@ -35,6 +36,10 @@ def parse_custom(lines: Sequence[str]) -> Programs:
         for action in actions:
             if not action.of_microbatch:
                 raise ScheduleError(f"line {number}: {action} comes by itself at the end of a minibatch; leave it out")
+            if action.index >= MOST_MICROBATCHES:
+                raise ScheduleError(
+                    f"line {number}: {action}: a minibatch has at most {MOST_MICROBATCHES} microbatches"
+                )
         if actions:
             programs.append(actions)
     if not programs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,10 +13,14 @@ import numpy as np
 
 from penstock import codec
 from penstock.cluster import Cluster
-from penstock.errors import ClusterError, FormatError, PenstockError
+from penstock.errors import ClusterError
+from penstock.limits import is_seconds, is_speed
 
 Change = tuple[float, int, float]
 """From when on, which cause makes a device take how many times as long."""
+
+SHORTEST_S = 1e-6
+"""of what comes and goes at random: a simulation takes a step for each time"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,7 @@ class Episode:
 
     def __post_init__(self) -> None:
         _check_times(self.times)
-        if not 0 <= self.start_s < (math.inf if self.end_s is None else self.end_s):
+        if not is_seconds(self.start_s) or not self.start_s < (math.inf if self.end_s is None else self.end_s):
             raise ClusterError(f"a slowdown from {self.start_s} to {self.end_s} s; it must end after it starts")
 
     def changes(self, cause: int) -> Iterator[Change]:
@@ -55,8 +58,10 @@ class Stragglers:
 
     def __post_init__(self) -> None:
         _check_times(self.times)
-        if not (0 < self.every_s < math.inf and 0 < self.lasting_s < math.inf):
-            raise ClusterError(f"stragglers every {self.every_s} s for {self.lasting_s} s; both must be above 0")
+        if not all(seconds >= SHORTEST_S and is_seconds(seconds) for seconds in (self.every_s, self.lasting_s)):
+            raise ClusterError(
+                f"stragglers every {self.every_s} s for {self.lasting_s} s; both must be at least {SHORTEST_S:g} s"
+            )
 
     def changes(self, cause: int, seed: tuple[int, ...]) -> Iterator[Change]:
         random, now_s = np.random.default_rng(seed), 0.0
@@ -104,12 +109,8 @@ def parse_conditions(text: str, source: str) -> Conditions:
     """From a TOML file, or from JSON with its format tag; ``source`` names the file."""
     if not source.endswith(".toml"):
         return codec.loads(Conditions, text, source)
-    try:
-        return codec.decode(Conditions, {"format": Conditions.FORMAT} | tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise FormatError(f"{source}: not TOML ({error}); correct it there") from None
-    except PenstockError as error:
-        raise type(error)(f"{source}: {error}") from None
+    data = codec.parse_toml(text, source, "see docs/simulator.md for an example")
+    return codec.decode_from(source, Conditions, {"format": Conditions.FORMAT} | data)
 
 
 class Pace:
@@ -142,5 +143,5 @@ class Pace:
 
 
 def _check_times(times: float) -> None:
-    if not 0 < times < math.inf:
-        raise ClusterError(f"a slowdown of {times} times; it must be above 0, and above 1 to be slower")
+    if not is_speed(times):
+        raise ClusterError(f"a slowdown of {times} times; it must be above 0, above 1 to be slower, and not a million")

@@ -10,6 +10,7 @@ from penstock import units
 from penstock.cluster import Cluster, Device, Level
 from penstock.compression import check_compression
 from penstock.errors import PlanError
+from penstock.limits import is_usable
 from penstock.plan import Plan
 from penstock.schedule import family, planned_depth
 from penstock.simulate.conditions import CALM, Conditions
@@ -38,6 +39,12 @@ class _Change:
 
     def number(self, now: float | None, parse: Callable[[str], float]) -> float:
         """The value itself, or so many times what there is now."""
+        number = self._number(now, parse)
+        if not is_usable(number):
+            raise self.wrong("a finite number of usual size")
+        return number
+
+    def _number(self, now: float | None, parse: Callable[[str], float]) -> float:
         factor = self.value.removeprefix("x")
         if factor == self.value:
             return parse(self.value)

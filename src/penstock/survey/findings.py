@@ -20,6 +20,8 @@ from penstock.units import write_bytes_per_s, write_seconds
 WORTH_SAYING = 0.8
 """What gets less than this of what it is compared with is remarked on."""
 FAR_SLOWER = 0.5
+NOISY = 0.15
+"""Speeds that vary by more than this while they are measured are remarked on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,11 @@ def conclude(
         handling_s=handling.seconds,
         copying_bytes_per_s=handling.bytes_per_s,
     )
-    remarks = (*_host_remarks(hosts, sizes), *(remark for found in levels for remark in found.remarks))
+    remarks = (
+        *_noise_remark(facts),
+        *_host_remarks(hosts, sizes),
+        *(remark for found in levels for remark in found.remarks),
+    )
     toml = cluster_toml(measured, _about(hosts, levels, remarks, backend), [found.reach for found in levels])
     # What the file says is what planning will see: answer with that, not with more digits.
     return Survey(cluster=parse_cluster_toml(toml, "cluster"), hosts=hosts, levels=levels, remarks=remarks, toml=toml)
@@ -189,6 +195,16 @@ def _slow_pair_remark(reach: Reach, messages: Sequence[Timing], trials: Sequence
     return [
         f"{reach.value}: workers {slowest[0]} and {slowest[1]} get {write_bytes_per_s(_two_digits(rates[slowest]))} "
         f"where all pairs together get {_rate(median)}; the file has one figure for all: look after that link"
+    ]
+
+
+def _noise_remark(facts: Sequence[WorkerFacts]) -> list[str]:
+    noisiest = max(range(len(facts)), key=lambda worker: facts[worker].spread)
+    if facts[noisiest].spread <= NOISY:
+        return []
+    return [
+        f"the speed of worker {noisiest} on {facts[noisiest].host} varied by {facts[noisiest].spread:.0%} within a "
+        "second, as on a machine that is busy with something else; measure again when it is quiet"
     ]
 
 

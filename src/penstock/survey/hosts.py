@@ -27,6 +27,8 @@ class WorkerFacts:
     kind: str = ANY_KIND
     work_per_s: float
     """of a fixed computation, while all workers of the host do the same"""
+    spread: float = 0.0
+    """by how much that varied while it was measured, between the quartiles, as a share of it"""
 
 
 @dataclass(frozen=True, kw_only=True)
