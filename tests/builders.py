@@ -295,6 +295,7 @@ _own_costs = st.builds(
     backward_input_s=_seconds,
     backward_weight_s=_seconds,
     halving_s=_seconds,
+    apart_s=_seconds,
     update_s=_seconds,
     copy_s=_seconds,
     average_s=_seconds,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import shutil
 import threading
 import time
@@ -15,9 +17,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+from torch.distributed.checkpoint.api import CheckpointException
 
 from in_threads import (
     Together,
@@ -35,6 +39,7 @@ from penstock import Job, codec
 from penstock.errors import FormatError, JobError, WorkerError
 from penstock.plan import Plan
 from penstock.run import RunDirectory
+from penstock.runtime import checkpoint
 from penstock.runtime import keeper as keeper_module
 from penstock.runtime.assemble import Assembly, make_epoch
 from penstock.runtime.checkpoint import Checkpoint, Tensors, clean, commit, directory_of, read_index, save_shard
@@ -280,17 +285,140 @@ def test_what_a_crash_leaves_is_no_checkpoint_and_is_removed_at_the_next_start(t
     assert [path.name for path in run.checkpoints.iterdir()] == [place.name]
 
 
+@pytest.mark.parametrize("at", ["before the new one has appeared", "before the old one is gone"])
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, start = RunDirectory(tmp_path), Checkpoint.at_start(make_job("conv"), {})
+    place, moves, move = directory_of(run.checkpoints, 6), 0, Path.replace
+    save_shard(place, {"model/w": torch.full((2,), 1.0)}, None)
+    commit(place, start)
+    save_shard(place, {"model/w": torch.full((2,), 2.0)}, None)
+
+    class Killed(BaseException):
+        pass
+
+    def dies(moved: Path, target: Path) -> Path:
+        nonlocal moves
+        moves += 1
+        if moves == 2 and at == "before the new one has appeared":
+            raise Killed
+        move(moved, target)
+        if moves == 2:
+            raise Killed
+        return target
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", dies)
+        with pytest.raises(Killed):
+            commit(place, start)
+    if not place.exists():
+        with pytest.raises(FormatError, match=r"ended while it replaced it: rename step-00000006\.old\.partial to it"):
+            read_index(place)
+    clean(run.checkpoints)
+    assert [path.name for path in run.checkpoints.iterdir()] == [place.name]
+    assert run.newest_checkpoint() == place
+    assert float(tensors_of(place)["model/w"][0]) == (1.0 if at == "before the new one has appeared" else 2.0)
+
+
+def test_a_checkpoint_that_is_half_removed_is_not_brought_back(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    place = directory_of(run.checkpoints, 6)
+    save_shard(place, {"model/w": torch.ones(2)}, None)
+    commit(place, Checkpoint.at_start(make_job("conv"), {}))
+    replaced = place.replace(place.with_name("step-00000006.old.partial"))
+    (replaced / "checkpoint.json").unlink()
+    clean(run.checkpoints)
+    assert list(run.checkpoints.iterdir()) == []
+
+
 @pytest.mark.parametrize("every", [4, 1000])
 def test_a_disk_that_fails_ends_the_run_and_says_so(every: int, tmp_path: Path) -> None:
     """In the middle of the run, or when only the last checkpoint is left to wait for."""
 
     def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with pytest.raises(WorkerError, match=r"checkpoint .*step-.* by worker \d: No space left on device; see to that"):
+    with pytest.raises(WorkerError, match=r"checkpoint .*step-.* by worker \d: Input/output error; see to that"):
         train_keeping(
             plan_for("conv", "pipedream", (1, 1)), maker("conv"), RunDirectory(tmp_path), every=every, save=save
         )
+
+
+def no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("where", ["a worker's tensors", "the index"])
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every worker's tensors, or only the index, which worker 0 alone writes; of the 2nd and 3rd of 6 checkpoints."""
+    run, together, full = RunDirectory(tmp_path), Together(2), ("step-00000008", "step-00000012")
+    written = Path.write_text
+
+    def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        together.save(directory, tensors)
+        if directory.name in full and where == "a worker's tensors":
+            failures: dict[int, Any] = {1: (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), None)}
+            raise CheckpointException("write", failures)
+
+    def write(path: Path, *arguments: Any, **options: Any) -> int:
+        if where == "the index" and path.parent.name.removesuffix(".partial") in full:
+            no_room()
+        return written(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", write)
+    plan = plan_for("conv", "pipedream", (1, 1))
+    train_keeping(plan, maker("conv"), run, every=4, save=save)
+    assert [read_index(path).steps for path in run.complete_checkpoints()] == [4, 16, 20, 24]
+    assert {path.suffix for path in run.checkpoints.iterdir()} == {""}  # room is given back
+    who = 1 if where == "a worker's tensors" else 0
+    for name in full:
+        words = f"{name} could not be written by worker {who}: No space left on device; training goes on"
+        assert caplog.text.count(words) == 1
+
+
+def test_a_last_checkpoint_that_finds_no_room_is_an_error(tmp_path: Path) -> None:
+    """The weights that were trained would be lost in silence."""
+    run, together, seen = RunDirectory(tmp_path), Together(2), list[Action]()
+
+    def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        together.save(directory, tensors)
+        if directory.name == "step-00000024":
+            no_room()
+
+    with pytest.raises(WorkerError, match=r"step-00000024 .* by worker \d: No space left on device; see to that, then"):
+        train_keeping(
+            plan_for("conv", "1f1b", (1, 1)),
+            maker("conv"),
+            run,
+            every=6,
+            save=save,
+            on_action=lambda who, act: seen.append(act),
+        )
+    assert [read_index(path).steps for path in run.complete_checkpoints()] == [6, 12, 18]
+
+
+def test_what_is_more_than_want_of_room_ends_the_run(tmp_path: Path) -> None:
+    failures: dict[int, Any] = {0: (OSError(errno.ENOSPC, "full"), None), 1: (OSError(errno.EIO, "broken"), None)}
+
+    def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        raise CheckpointException("write", failures)
+
+    with pytest.raises(WorkerError, match="by worker 1: broken; see to that"):
+        train_keeping(plan_for("conv", "1f1b", (1, 1)), maker("conv"), RunDirectory(tmp_path), every=4, save=save)
+
+
+def test_safetensors_that_finds_no_room_is_known_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointException) as caught:
+        save_shard(tmp_path / "step-00000006", {"model/w": torch.ones(2)}, None)
+    ((error, _),) = caught.value.failures.values()
+    assert checkpoint.lacks_room(error)
 
 
 def test_a_lost_peer_is_left_to_the_pipeline_which_knows_its_name(tmp_path: Path) -> None:

@@ -72,11 +72,13 @@ def test_seconds_and_bytes_of_one_measured_size_scale_with_the_samples_but_updat
 
 
 def test_halves_of_a_backward_taken_apart_cost_more_and_the_schedules_that_do_so_count_it() -> None:
-    rows = LayerSeconds(forward_s=1.0, backward_input_s=2.0, backward_weight_s=3.0, halving_s=0.4)
+    rows = LayerSeconds(forward_s=1.0, backward_input_s=2.0, backward_weight_s=3.0, halving_s=0.4, apart_s=0.5)
     costs = model(profile_of(chain_graph(1), [rows]))
     assert costs.microbatch_s([0], 0, family("1f1b")) == pytest.approx(6.0)
-    assert costs.microbatch_s([0], 0, family("zb-h1")) == pytest.approx(6.4)
-    assert costs.forward_s([0], 0, halves=True) + costs.backward_s([0], 0, halves=True) == pytest.approx(6.4)
+    assert costs.microbatch_s([0], 0, family("zb-h1")) == pytest.approx(6.9)
+    assert costs.forward_s([0], 0, halves=True) == pytest.approx(1.4)
+    assert costs.backward_input_s([0], 0, halves=True) == pytest.approx(2.2)
+    assert costs.backward_weight_s([0], 0, halves=True) == pytest.approx(3.3)
 
 
 def test_costs_belong_to_layers_by_id_and_not_by_their_place_in_the_order() -> None:

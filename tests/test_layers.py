@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "penstock"
 LAYERS: dict[int, tuple[str, ...]] = {
     0: (
         "errors", "codec", "units", "compression", "graph", "cluster", "profile", "schedule", "plan", "trace",
-        "sampling", "job", "remedy", "clocks", "record", "run",
+        "sampling", "job", "remedy", "clocks", "record", "provenance", "run", "places",
     ),
     1: ("cost", "plan_costs", "sync"),
     2: ("planner", "simulate", "sweep", "formats", "survey"),

@@ -17,6 +17,7 @@ from models import MODELS, make_job
 from penstock import codec
 from penstock.planner import make_plan
 from penstock.profile import Profile
+from penstock.runtime.layer_times import _Run, _times
 from penstock.runtime.measure import UNCERTAINTY, profile_job, sizes_to_measure
 
 
@@ -80,8 +81,7 @@ def test_backward_for_input_and_for_weight_are_told_apart() -> None:
 
 
 def test_layers_and_the_workers_own_time_add_up_to_a_whole_step() -> None:
-    """By a clock on which everything takes a second: so does the step's forward, backward and update. Halves of a
-    backward taken apart are two things, and each layer's own."""
+    """By a clock on which everything takes a second: so does the step's forward, backward and update."""
     ticks = itertools.count()
     made = profile_job(
         make_job("conv"),
@@ -99,10 +99,20 @@ def test_layers_and_the_workers_own_time_add_up_to_a_whole_step() -> None:
         backward_s = sum(row.backward_input_s + row.backward_weight_s for row in rows)
         assert own.backward_s + backward_s == pytest.approx(1.0)
         assert own.update_s + sum(row.update_s for row in rows) == pytest.approx(1.0)
-    rows = made.seconds["cpu"]
-    products = ["conv" in layer.kind.lower() or "linear" in layer.kind.lower() for layer in made.graph.layers]
-    assert any(products)
-    assert [row.halving_s for row in rows] == [1.0 if product else 0.0 for product in products]
+
+
+def test_what_it_costs_to_go_layer_by_layer_is_not_part_of_a_layers_seconds() -> None:
+    """Found on models with many small layers: stages that had more of them were predicted slower than they are."""
+    empty_whole, empty_halves = [_Run(1.0, 1.0, 0.0)], [_Run(1.0, 1.0, 0.5)]
+    times = _times([_Run(3.0, 5.0, 0.0)], [_Run(3.5, 3.0, 3.0)], empty_whole, empty_halves)
+    assert (times.forward_s, times.input_s + times.weight_s) == pytest.approx((2.0, 4.0))
+    assert times.weight_s / times.input_s == pytest.approx(2.5 / 2.0)
+    assert (times.halving_s, times.apart_s) == pytest.approx((0.5, 0.5))
+
+
+def test_a_layer_that_takes_no_longer_than_an_empty_one_still_takes_some_time() -> None:
+    times = _times([_Run(1.0, 1.0, 0.0)], [_Run(1.0, 1.0, 0.0)], [_Run(1.1, 1.1, 0.0)], [_Run(1.1, 1.1, 0.0)])
+    assert (times.forward_s, times.input_s, times.weight_s) == pytest.approx((0.1, 0.1, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -602,7 +602,7 @@ def test_a_loss_that_is_not_a_number_is_warned_of_and_ends_the_run_if_the_job_sa
     first = run.load()[2].losses.index(None)
     assert f"the loss of minibatch {first + 1} is not a number; training goes on" in shown.stderr
     job.write_text(DIVERGING_JOB.format(tests=str(TESTS), on_nonfinite_loss="stop"))
-    stopped = penstock("train", job, plan, "--run-dir", run.path, "--checkpoint-every", 1, check=False)
+    stopped = penstock("train", job, plan, "--run-dir", tmp_path / "stop", "--checkpoint-every", 1, check=False)
     assert stopped.returncode == 2
     assert f"worker 1 failed: the loss of minibatch {first + 1} is not a number" in stopped.stderr
     assert "Job.on_nonfinite_loss says to stop; " in stopped.stderr

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -75,7 +78,7 @@ def test_an_end_is_noted_only_of_a_run_that_began(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"moment":{}}', '{"later":1}', '{"end":"a","mark":1}'])
+@pytest.mark.parametrize("line", ["[]", "{}", '{"moment":{}}', '{"later":1}', '{"end":"a","mark":1}'])
 def test_a_file_that_is_no_record_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "progress.jsonl"
     Writer(path, START)
@@ -83,6 +86,68 @@ def test_a_file_that_is_no_record_is_refused_with_its_line(tmp_path: Path, line:
         file.write(line + "\n")
     with pytest.raises(FormatError, match=r"progress\.jsonl: line 2: not a line of a run's record"):
         Reader(path).read()
+
+
+def test_torn_lines_are_skipped_and_what_follows_begins_on_a_line_of_its_own(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    writer = Writer(run.progress, START)
+    for torn in (b'{"moment":{"at_s":1.0,"sam', b'{"ma', b"\x00\x00\x00", b"\xff"):
+        with run.progress.open("ab") as file:
+            file.write(torn)
+        writer.moment(MOMENT)
+    with run.progress.open("ab") as file:
+        file.write(b'{"mom')
+    run.note_end("failed")
+    assert run.record() == Record(start=START, moments=(MOMENT,) * 4, end="failed")
+
+
+class FullDisk:
+    """Makes opening files fail, as a disk without room may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    def __enter__(self) -> None:
+        def failing(path: Path, *arguments: Any, **options: Any) -> Any:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        self._context = self._patch.context()
+        self._context.__enter__().setattr(Path, "open", failing)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._context.__exit__(*exception)
+
+
+def test_a_full_disk_loses_lines_of_the_record_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, full = RunDirectory(tmp_path), FullDisk(monkeypatch)
+    with full:
+        writer = Writer(run.progress, START)
+        heard = Heard()
+        first, second = two_workers(writer, heard)
+        for at_s in (1.0, 2.0):
+            first.tell(at_s, busy_s=at_s, samples=32, loss=None, done="0F7")
+            first.pass_on(at_s)
+        first.mark(MARK)
+    assert caplog.text.count("progress is not recorded for now, training goes on") == 1
+    assert "progress.jsonl: cannot be written: No space left on device" in caplog.text
+    first.pass_on(3.0)
+    found = run.record()
+    assert (found.start, [moment.at_s for moment in found.moments]) == (START, [3.0])
+    with full:
+        first.end("finished")
+    assert caplog.text.count("training goes on") == 2
+    assert (len(heard.moments), heard.marks, heard.words) == (3, [MARK], "finished")  # others hear all of it
+    assert second.listeners == ()
+
+
+def test_that_an_end_cannot_be_noted_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    Writer(run.progress, START)
+    with FullDisk(monkeypatch):
+        run.note_end("failed: worker 1 ended")
+    assert run.record().end is None
 
 
 def test_moments_of_a_long_run_are_few() -> None:

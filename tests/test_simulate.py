@@ -525,3 +525,11 @@ def test_slack_brings_an_uneven_pipeline_to_its_bottleneck(replicas: tuple[int, 
     assert period_s == pytest.approx(PlanCosts(deep).bottleneck_s(), rel=0.03)
     if replicas == (1, 4, 1, 3, 1):
         assert period_s / by_pipedream_s == pytest.approx(0.40, abs=0.01)
+
+
+def test_the_first_forward_after_an_update_takes_longer_than_others() -> None:
+    rows = tuple(replace(row, cold_s=0.5) for row in chain_profile([1.0], batch_size=2).seconds["cpu"])
+    profile = replace(chain_profile([1.0], batch_size=2), seconds={"cpu": rows})
+    plan = plan_of(profile, flat_cluster(1), [[0]], schedule="gpipe", microbatches=2)
+    seconds = {str(event.action): event.end_s - event.start_s for event in simulate(plan, 2).events}
+    assert [seconds[each] for each in ("0F0", "0F1", "0F2", "0F3")] == pytest.approx([1.0, 1.0, 1.5, 1.0])

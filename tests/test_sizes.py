@@ -21,10 +21,9 @@ from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.planner import make_plan
-from penstock.profile import NO_TIME, Profile, SizeCosts
+from penstock.profile import BY_SIZE, NO_TIME, Profile, SizeCosts
 from penstock.schedule import family
 
-BY_SIZE = ("forward_s", "backward_input_s", "backward_weight_s", "halving_s")
 sizes = st.floats(0.1, 64.0)
 
 

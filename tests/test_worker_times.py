@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -63,9 +65,9 @@ def test_a_few_runs_tell_all_of_a_workers_own_time(microbatches: int) -> None:
 
     stage, inputs = nearly_nothing(torch.device("cpu"))
     feed = SizeTrial(1, microbatches, inputs, None, lambda: (inputs, None))
-    worker, times = TrialWorker(stage, clock, torch.device("cpu")), StepTimes()
+    worker, times = TrialWorker(stage, clock, torch.device("cpu")), StepTimes(microbatches)
     for _ in range(FEWEST_RUNS):
-        worker.run(feed, microbatches, times)
+        worker.run(feed, times)
     own = times.own
     assert (own.forward_s, own.backward_s, own.backward_input_s, own.backward_weight_s, own.between_s) == (1.0,) * 5
     assert (times.forward_s, times.backward_s, times.update_s, times.load_s) == (1.0, 1.0, 1.0, 0.0)
@@ -88,8 +90,34 @@ def test_loading_is_what_is_between_actions_where_a_microbatch_is_loaded_beyond_
         now_s += 7.0
         return inputs, None
 
-    worker, times = TrialWorker(stage, clock, torch.device("cpu")), StepTimes()
+    worker, times = TrialWorker(stage, clock, torch.device("cpu")), StepTimes(4)
     for _ in range(FEWEST_RUNS):
-        worker.run(SizeTrial(1, 4, inputs, None, load), 4, times)
+        worker.run(SizeTrial(1, 4, inputs, None, load), times)
     assert times.load_s == 7.0
     assert times.own.between_s == 1.0
+
+
+def test_forwards_after_an_update_are_told_apart_from_others() -> None:
+    """By a clock that moves when the stage computes: an update leaves other things in the caches."""
+    now_s, updated = 0.0, False
+    stage, inputs = nearly_nothing(torch.device("cpu"))
+    forward, step = stage.forward, stage.weights.step
+
+    def slow_forward(*args: Any, **options: Any) -> Any:
+        nonlocal now_s, updated
+        now_s += 5.0 if updated else 3.0
+        updated = False
+        return forward(*args, **options)
+
+    def slow_step(*args: Any, **options: Any) -> None:
+        nonlocal updated
+        updated = True
+        step(*args, **options)
+
+    stage.forward, stage.weights.step = slow_forward, slow_step  # type: ignore[method-assign]
+    worker, times = TrialWorker(stage, lambda: now_s, torch.device("cpu")), StepTimes(4)
+    worker.run(SizeTrial(1, 4, inputs, None, lambda: (inputs, None)), times)
+    assert (times.forward_s, times.first_forward_s) == (3.0, 2.0)
+    always_after = StepTimes(1)
+    worker.run(SizeTrial(1, 1, inputs, None, lambda: (inputs, None)), always_after)
+    assert (always_after.forward_s, always_after.first_forward_s) == (5.0, 0.0)

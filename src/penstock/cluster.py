@@ -27,10 +27,11 @@ HOST_KIND = "host"
 """Cores of the host in whose memory accelerators exchange values, as files of dnn-partitioning have them."""
 
 # What workers of one host do through shared memory, where nobody has measured it: copies of a core, and its own time.
-SHARED_BYTES_PER_S = 6.0e9
-SHARED_LATENCY_S = 30e-6
+SHARED_BYTES_PER_S = 8.0e9
+SHARED_LATENCY_S = 80e-6
 SHARED_RING_BYTES_PER_S = 4.0e9
-SHARED_HANDLING_S = 80e-6
+SHARED_RING_LATENCY_S = 30e-6
+SHARED_HANDLING_S = 25e-6
 SHARED_COPYING_BYTES_PER_S = 12e9
 
 
@@ -218,7 +219,7 @@ def local_cluster(workers: int) -> Cluster:
         bytes_per_s=SHARED_BYTES_PER_S,
         latency_s=SHARED_LATENCY_S,
         ring_bytes_per_s=SHARED_RING_BYTES_PER_S,
-        ring_latency_s=SHARED_LATENCY_S,
+        ring_latency_s=SHARED_RING_LATENCY_S,
         ring_by_workers=True,
     )
     return Cluster(

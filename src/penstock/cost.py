@@ -106,29 +106,28 @@ class CostModel:
 
     def forward_s(self, layers: Collection[int], device: int, *, halves: bool = False) -> float:
         """With ``halves``, where the two halves of the backward will be taken apart."""
-        return self._sum_s(layers, device, ("forward_s",)) + self._halving_s(layers, device, halves)
+        return self._sum_s(layers, device, ("halved_forward_s" if halves else "forward_s",))
+
+    def cold_s(self, layers: Collection[int], device: int) -> float:
+        """What the first forward after an update takes more."""
+        return self._sum_s(layers, device, ("cold_s",))
 
     def backward_s(
         self, layers: Collection[int], device: int, *, recompute: bool = False, halves: bool = False
     ) -> float:
         """With ``recompute``, after a second forward."""
         input_s = self.backward_input_s(layers, device, recompute=recompute, halves=halves)
-        return input_s + self.backward_weight_s(layers, device)
+        return input_s + self.backward_weight_s(layers, device, halves=halves)
 
     def backward_input_s(
         self, layers: Collection[int], device: int, *, recompute: bool = False, halves: bool = False
     ) -> float:
         """The half of a backward that earlier stages wait for."""
         again = ("forward_s",) if recompute else ()
-        seconds = self._sum_s(layers, device, ("backward_input_s", *again))
-        return seconds + self._halving_s(layers, device, halves)
+        return self._sum_s(layers, device, ("halved_input_s" if halves else "backward_input_s", *again))
 
-    def backward_weight_s(self, layers: Collection[int], device: int) -> float:
-        return self._sum_s(layers, device, ("backward_weight_s",))
-
-    def _halving_s(self, layers: Collection[int], device: int, halves: bool) -> float:
-        """About as much in the forward, which notes what to put off, as in the backward."""
-        return self._sum_s(layers, device, ("halving_s",)) / 2 if halves else 0.0
+    def backward_weight_s(self, layers: Collection[int], device: int, *, halves: bool = False) -> float:
+        return self._sum_s(layers, device, ("halved_weight_s" if halves else "backward_weight_s",))
 
     def microbatch_s(self, layers: Collection[int], device: int, schedule: Family, *, recompute: bool = False) -> float:
         """Forward and, if the schedule trains, backward."""

@@ -44,7 +44,7 @@ class PlanCosts:
             Kind.FORWARD: self.model.forward_s(stage.layers, device, halves=halves),
             Kind.BACKWARD: self.model.backward_s(stage.layers, device, recompute=again, halves=halves),
             Kind.INPUT: self.model.backward_input_s(stage.layers, device, recompute=again, halves=halves),
-            Kind.WEIGHT: self.model.backward_weight_s(stage.layers, device),
+            Kind.WEIGHT: self.model.backward_weight_s(stage.layers, device, halves=halves),
             Kind.STEP: self.model.update_s(stage.layers, device, stashed=stashed),
         }
         own_s = {
@@ -65,6 +65,10 @@ class PlanCosts:
     def before_s(self, stage: int, worker: int, kind: Kind) -> float:
         """A worker's own time before it computes an action: bookkeeping, and loading what the stage reads itself."""
         return self._before[stage, worker][kind]
+
+    def cold_s(self, stage: int, worker: int) -> float:
+        """What the first forward of a stage after its update takes more."""
+        return self.model.cold_s(self.plan.stages[stage].layers, self.plan.devices[worker])
 
     def compute_s(self, action: Action, worker: int) -> float:
         return self.seconds_of(action.stage, worker)[action.kind]

@@ -29,7 +29,11 @@ class LayerSeconds:
     backward_input_s: float
     backward_weight_s: float
     halving_s: float = 0.0
-    """what forward and backward take more where the two halves of the backward are taken apart"""
+    """What the forward takes more where the two halves of the backward will be taken apart."""
+    apart_s: float = 0.0
+    """What the two halves of the backward take more when they are taken apart."""
+    cold_s: float = 0.0
+    """What the first forward after an update takes more, since the update has filled the caches with other things."""
     update_s: float = 0.0
     copy_s: float = 0.0
     """of its weights, where an update must leave a version in flight as it is"""
@@ -38,6 +42,26 @@ class LayerSeconds:
 
     def __post_init__(self) -> None:
         _check_seconds(self)
+
+    @property
+    def halved_forward_s(self) -> float:
+        """The forward of a microbatch whose backward will be taken in halves."""
+        return self.forward_s + self.halving_s
+
+    @property
+    def halved_input_s(self) -> float:
+        """The first half of a backward, taken apart from the second."""
+        return self.backward_input_s * self._apart
+
+    @property
+    def halved_weight_s(self) -> float:
+        """The second half of a backward, taken apart from the first."""
+        return self.backward_weight_s * self._apart
+
+    @property
+    def _apart(self) -> float:
+        whole_s = self.backward_input_s + self.backward_weight_s
+        return 1.0 + self.apart_s / whole_s if whole_s else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +85,8 @@ class WorkerSeconds:
 
 
 NO_TIME = WorkerSeconds()
+BY_SIZE = ("forward_s", "backward_input_s", "backward_weight_s", "halving_s", "apart_s", "cold_s")
+"""The fields of ``LayerSeconds`` that depend on the microbatch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,5 +277,4 @@ class _Line:
 
     def _layer(self, low: LayerSeconds, high: LayerSeconds) -> LayerSeconds:
         """An update takes as long whatever the microbatch."""
-        by_size = ("forward_s", "backward_input_s", "backward_weight_s", "halving_s")
-        return replace(high, **{name: self._number(getattr(low, name), getattr(high, name)) for name in by_size})
+        return replace(high, **{name: self._number(getattr(low, name), getattr(high, name)) for name in BY_SIZE})

@@ -6,6 +6,7 @@ A line has one key: ``start`` (once, first), ``moment`` (how it goes, now and th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -93,14 +94,16 @@ class Record:
 
 class Writer:
     """Appends lines. Each is handed to the system whole, so that a reader sees it at once and never half of it but
-    while it is being written."""
+    while it is being written. One that cannot be written, as on a full disk, raises and is lost; later ones are not."""
 
     def __init__(self, path: Path, start: Start) -> None:
-        """Begins the file anew."""
+        """Begins the file anew. If that fails, the next line is tried together with the first."""
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # whoever still follows the run before keeps its file
-        self._append("start", start)
+        self._unwritten: Start | None = start
+        with contextlib.suppress(OSError, FormatError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # whoever still follows the run before keeps its file
+            self._begin()
 
     def moment(self, moment: Moment) -> None:
         self._append("moment", moment)
@@ -112,20 +115,28 @@ class Writer:
         self._append("end", words)
 
     def _append(self, kind: str, value: Any) -> None:
+        self._begin()
         append_line(self.path, kind, value)
+
+    def _begin(self) -> None:
+        if self._unwritten is not None:
+            append_line(self.path, "start", self._unwritten)
+            self._unwritten = None
 
 
 def append_line(path: Path, kind: str, value: Any) -> None:
-    line = json.dumps({kind: codec.encode(value)}, allow_nan=False, separators=(",", ":"))
+    line = json.dumps({kind: codec.encode(value)}, allow_nan=False, separators=(",", ":")).encode()
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with path.open("ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            is_torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"  # the line before was cut short
+            file.write(b"\n" * is_torn + line + b"\n")
     except OSError as error:
         raise FormatError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 class Reader:
-    """Reads a record as it grows."""
+    """Reads a record as it grows. Skips lines that were cut short, by a full disk or a machine that failed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -161,7 +172,11 @@ class Reader:
         for line in whole.splitlines():
             self._lines += 1
             try:
-                self._take(json.loads(line))
+                found = json.loads(line)
+            except ValueError:  # torn: no part of a JSON object is one
+                continue
+            try:
+                self._take(found)
             except (ValueError, AttributeError, FormatError) as error:
                 raise FormatError(f"{self.path}: line {self._lines}: not a line of a run's record ({error})") from None
         return Record(start=self._start, moments=tuple(self._moments), marks=tuple(self._marks), end=self._end)

@@ -1,7 +1,8 @@
-"""What a training run leaves behind: a directory with the plan, the trace, the result and the checkpoints."""
+"""What a training run leaves behind: a directory with its origin, plan, trace, result and checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from penstock import codec
 from penstock.clocks import Alignment
 from penstock.errors import FormatError
 from penstock.plan import Plan
+from penstock.provenance import Provenance
 from penstock.record import Reader, Record, append_line
 from penstock.schedule import Staleness
 from penstock.trace import Trace
@@ -80,6 +82,19 @@ class RunDirectory:
     path: Path
 
     @property
+    def provenance(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held while a run is under way here."""
+        return self.path / "lock"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile.json"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.json"
 
@@ -115,12 +130,25 @@ class RunDirectory:
 
     def complete_checkpoints(self) -> list[Path]:
         """The last one written comes last, which need not have the most steps: a run may go on from an earlier one."""
-        found = [path.parent for path in self.checkpoints.glob(f"step-*/{INDEX}") if path.parent.suffix == ""]
-        return sorted(found, key=lambda path: ((path / INDEX).stat().st_mtime_ns, path.name))
+        found: list[tuple[int, str, Path]] = []
+        for index in self.checkpoints.glob(f"step-*/{INDEX}"):
+            place = index.parent
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                if place.suffix == "":
+                    found.append((index.stat().st_mtime_ns, place.name, place))
+        return [place for *_, place in sorted(found)]
 
     def newest_checkpoint(self) -> Path | None:
         complete = self.complete_checkpoints()
         return complete[-1] if complete else None
+
+    def begin(self, plan: Plan, provenance: Provenance) -> None:
+        """Write down what is going to run. The directory no longer says how an earlier run in it ended."""
+        for left in (self.result, self.progress):
+            left.unlink(missing_ok=True)
+        codec.save(provenance, self.provenance)
+        codec.save(plan.profile, self.profile)
+        codec.save(plan, self.plan)
 
     def load(self) -> tuple[Plan, Trace, Result]:
         if not self.path.is_dir():
@@ -130,9 +158,13 @@ class RunDirectory:
         return codec.load(Plan, self.plan), codec.load(Trace, self.trace), codec.load(Result, self.result)
 
     def note_end(self, words: str) -> None:
-        """For a run that cannot say so itself; nothing is noted of one that never began."""
-        if self.progress.exists():
-            append_line(self.progress, "end", words)
+        """For a run that cannot say so itself; nothing is noted of one that never began.
+
+        Best effort: the user must hear why the run ended, and not that this could not be noted.
+        """
+        with contextlib.suppress(OSError, FormatError):
+            if self.progress.exists():
+                append_line(self.progress, "end", words)
 
     def record(self) -> Record:
         """What was written down as it ran; empty for a run that left none."""

@@ -22,6 +22,7 @@ from penstock.bench import DRAWN, MODULES, run_benchmark
 from penstock.cli import show as shown
 from penstock.errors import FormatError, PenstockError, PlanError, WorkerError
 from penstock.formats import plan_text, read_cluster, read_profile
+from penstock.places import new_run
 from penstock.plan import NO_PREDICTION, Plan
 from penstock.planner.compare import COSTS, plan_by
 from penstock.profile import Profile
@@ -387,17 +388,19 @@ def emulate(
     dilation: Annotated[
         float | None, typer.Option(help="real seconds for each emulated one; chosen by default, for accuracy")
     ] = None,
-    run: Annotated[Path, typer.Option("--run-dir", help="directory for trace and report")] = Path(
-        "penstock-runs/emulated"
-    ),
+    run: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="directory for trace and report; if not given, a new one in penstock-runs"),
+    ] = None,
     timeout: Timeout = 300.0,
     as_json: Json = False,
 ) -> None:
     """Run a plan on devices that are not here: its workers exchange real messages, computing is a timed wait."""
     from penstock.runtime.emulate import emulate as run_emulated
 
-    directory, loaded = RunDirectory(run), codec.load(Plan, plan)
+    loaded = codec.load(Plan, plan)
     found = run_emulated(loaded, minibatches, dilation=dilation, timeout_s=timeout)
+    directory = new_run(f"{plan.stem}-emulated") if run is None else RunDirectory(run)
     codec.save(loaded, directory.plan)
     codec.save(found.trace, directory.trace)
     codec.save(found.result, directory.result)
@@ -423,9 +426,12 @@ def train(
         typer.Argument(metavar="[PLAN]", help="plan file; without it the job is profiled and planned"),
     ] = None,
     cluster: Annotated[str, typer.Option(help="to plan for, where no PLAN is given")] = "local:2",
-    run: Annotated[Path, typer.Option("--run-dir", help="directory for checkpoints, trace and report")] = Path(
-        "penstock-runs/latest"
-    ),
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir", help="directory for checkpoints, trace and report; if not given, a new one in penstock-runs"
+        ),
+    ] = None,
     resume: Annotated[Path | None, typer.Option(help="checkpoint directory to go on from, written by any plan")] = None,
     init: Annotated[
         Path | None, typer.Option(help="weights to start from: a .safetensors file, or a state_dict from torch.save")
@@ -441,11 +447,10 @@ def train(
     """Train a job under a plan. One process per worker: started here, or by torchrun."""
     from penstock.cli import workers
 
-    directory = RunDirectory(run)
     options = workers.Options(
-        run=directory,
-        resume=resume,
-        init=init,
+        job_name=job.name,
+        resume=resume and resume.resolve(),  # penstock-runs/latest is about to point elsewhere
+        init=init and init.resolve(),
         timeout_s=timeout,
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
@@ -455,21 +460,14 @@ def train(
     if workers.is_worker():
         if plan is None:
             raise FormatError("torchrun needs a PLAN: profile and plan once, then give the same file on every host")
-        workers.train_here(job, plan, options)
+        ended = workers.train_here(job, plan, run, options)
         if not workers.is_launched():
-            _end_on_this_host(directory, as_json)
+            _end_on_this_host(ended, as_json)
         return
-    if plan is None:
-        from penstock.planner import make_plan
-
-        schedule = workers.schedule_for(job)
-        made = make_plan(_profile(job, None, 1), read_cluster(cluster), schedule=schedule)
-        if not as_json:
-            shown.print_table(shown.plan_table(made))
-        codec.save(made, directory.plan)
-        plan = directory.plan
-    workers.train(job, plan, options)
-    _show_run(directory, as_json)
+    with workers.open_run(job, plan, run, resume) as directory:
+        planned = codec.load(Plan, plan) if plan is not None else _planned(job, cluster, as_json)
+        workers.train(job, planned, directory, options, plan)
+        _show_run(directory, as_json)
 
 
 def _end_on_this_host(directory: RunDirectory, as_json: bool) -> None:
@@ -612,9 +610,12 @@ def bench(
 
 @app.command(epilog="Example: penstock demo --run-dir /tmp/demo")
 def demo(
-    run: Annotated[Path, typer.Option("--run-dir", help="directory for everything the demo makes")] = Path(
-        "penstock-runs/demo"
-    ),
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir", help="directory for everything the demo makes; if not given, a new one in penstock-runs"
+        ),
+    ] = None,
 ) -> None:
     """Profile, plan, train and report a small language model on two workers of this machine."""
     from penstock.cli.demo import run_demo
@@ -645,6 +646,19 @@ def measure_cluster(
         processes.measure_cluster_here(timeout, as_json, tell)
     else:
         processes.measure_cluster(workers, output, timeout, as_json)
+
+
+def _planned(job: Path, cluster: str, as_json: bool) -> Plan:
+    """The best plan of a job that comes without one."""
+    from penstock.cli import workers
+    from penstock.planner import make_plan
+
+    schedule = workers.schedule_for(job)
+    made = make_plan(_profile(job, None, 1), read_cluster(cluster), schedule=schedule)
+    if not as_json:
+        shown.print_table(shown.plan_table(made))
+    workers.check_plan(job, made)
+    return made
 
 
 def _profile(job: Path, microbatch_size: int | None, threads: int) -> Profile:

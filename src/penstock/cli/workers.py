@@ -7,7 +7,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -18,29 +19,34 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
 
-from penstock import codec
+from penstock import codec, places
 from penstock.cli.going_on import Checkpoints, command_to_go_on
 from penstock.errors import PenstockError, PlanError, WorkerError
+from penstock.job import Job
 from penstock.plan import Plan
 from penstock.profile import Profile
+from penstock.provenance import provenance_of
+from penstock.run import RunDirectory
 from penstock.runtime.assemble import check_job
-from penstock.runtime.checkpoint import read_index
 from penstock.runtime.jobs import load_job
 from penstock.runtime.launch import Interrupted, is_launched, is_worker, launch_workers
 from penstock.runtime.machine import share_of_machine
 from penstock.runtime.measure import profile_job
+from penstock.runtime.resume import check_run
 from penstock.runtime.scalars import check_tensorboard
 from penstock.runtime.survey import THREADS, survey_cluster
-from penstock.runtime.train import Options, train_worker
+from penstock.runtime.train import OpenRun, Options, train_worker
 from penstock.runtime.verify import Verification, compare, verify_worker
 from penstock.survey import Survey
 
 __all__ = [
     "Options",
+    "check_plan",
     "is_launched",
     "is_worker",
     "measure_cluster",
     "measure_cluster_here",
+    "open_run",
     "profile",
     "train",
     "train_here",
@@ -78,54 +84,100 @@ def schedule_for(job_file: Path) -> str:
     return "1f1b" if load_job(job_file).updates_together else "pipedream"
 
 
-def train(job_file: Path, plan_file: Path, options: Options) -> None:
+@contextmanager
+def open_run(job_file: Path, plan_file: Path | None, run: Path | None, resume: Path | None) -> Iterator[RunDirectory]:
+    """The directory of a run that is about to begin: ``run``, or a new one. Wrong input is told before it begins."""
+    with places.open_run(run, job_file.stem) as directory:
+        _check_run(job_file, plan_file, directory, resume)
+        yield directory
+
+
+def _check_run(job_file: Path, plan_file: Path | None, run: RunDirectory, resume: Path | None) -> None:
+    job = load_job(job_file)  # not kept: it may be large, and the run long
+    if plan_file is not None:
+        check_job(job, codec.load(Plan, plan_file))
+    check_run(run, job, resume)
+
+
+def train(job_file: Path, plan: Plan, run: RunDirectory, options: Options, plan_file: Path | None = None) -> None:
     """Start the workers on this machine and wait. However they end before their time, say how to go on."""
-    plan = _check_input(job_file, plan_file)
-    arguments = ["train", str(job_file), str(plan_file), "--run-dir", str(options.run.path)]
+    if options.tensorboard is not None:
+        check_tensorboard()
+    _begin(run, job_file, plan)
+    arguments = ["train", str(job_file), str(run.plan), "--run-dir", str(run.path)]
     arguments += ["--timeout", str(options.timeout_s), "--checkpoint-every", str(options.checkpoint_every)]
     arguments += ["--keep-checkpoints", str(options.keep_checkpoints)]
     if options.resume is not None:
-        read_index(options.resume).check_job(load_job(job_file), options.resume)
         arguments += ["--resume", str(options.resume)]
     if options.init is not None:
         arguments += ["--init", str(options.init)]
     if options.tensorboard is not None:
-        check_tensorboard()
         arguments += ["--tensorboard", str(options.tensorboard)]
     if options.quiet:
         arguments.append("--json")
-    for left in (options.run.result, options.run.progress):
-        left.unlink(missing_ok=True)
-    done = Checkpoints(options.run, options.resume)
+    done = Checkpoints(run, options.resume)
     given = sys.argv[1:] if sys.argv[1:2] == ["train"] else arguments  # the demo's own command cannot go on
-    command = partial(command_to_go_on, given, job_file, plan_file)
+    command = partial(command_to_go_on, given, job_file, plan_file or run.plan)
     try:
         _launch(arguments, len(plan.devices), plan.profile.threads, options.timeout_s)
     except PenstockError as error:
-        options.run.note_end(f"failed: {error}")
+        run.note_end(f"failed: {error}")
         error.add_note(done.how_to_go_on(command))
         raise
     except Interrupted as interrupted:
-        options.run.note_end("stopped by a signal")
+        run.note_end("stopped by a signal")
         sys.stderr.write(f"\npenstock: stopped, all workers ended; {done.how_to_go_on(command)}\n")
         raise typer.Exit(interrupted.exit_code) from None
 
 
-def train_here(job_file: Path, plan_file: Path, options: Options) -> None:
-    """Be one worker."""
-    done = Checkpoints(options.run, options.resume)
+def _begin(run: RunDirectory, job_file: Path, plan: Plan) -> None:
+    run.begin(plan, provenance_of(job_file))
+    places.make_latest(run)
+
+
+def train_here(job_file: Path, plan_file: Path, run: Path | None, options: Options) -> RunDirectory:
+    """Be one worker; returns where the run is kept."""
+    open_here: OpenRun = partial(_open_at_worker_0, job_file, run)
+    if is_launched() and run is not None:
+        open_here = partial(_open_with_launcher, run)
+    opened: list[Checkpoints] = []
 
     def work() -> None:
         try:
-            train_worker(load_job(job_file), codec.load(Plan, plan_file), options)
+            train_worker(
+                load_job(job_file),
+                codec.load(Plan, plan_file),
+                options,
+                open_here,
+                opened=lambda directory: opened.append(Checkpoints(directory, options.resume)),
+            )
         except Exception as error:
-            if not is_launched():  # otherwise the launcher says so
+            for done in () if is_launched() else opened:  # the launcher says so itself
                 error.add_note(
                     done.how_to_go_on(lambda newest: f"the same command on all hosts, with --resume {newest}")
                 )
             raise
 
     _as_worker(work)
+    return opened[0].run
+
+
+def _open_with_launcher(run: Path, *_: object) -> AbstractContextManager[RunDirectory]:
+    """The launcher has looked at everything, and holds the directory too."""
+    return places.in_use(RunDirectory(run), with_launcher=True)
+
+
+@contextmanager
+def _open_at_worker_0(
+    job_file: Path, run: Path | None, job: Job, plan: Plan, resume: Path | None
+) -> Iterator[RunDirectory]:
+    """Under torchrun."""
+    with places.open_run(run, job_file.stem) as directory:
+        check_job(job, plan)
+        check_run(directory, job, resume)
+        _begin(directory, job_file, plan)
+        del job  # its model need not stay whole
+        yield directory
 
 
 def verify(job_file: Path, plan_file: Path, timeout_s: float) -> Verification:
@@ -176,10 +228,14 @@ def measure_cluster_here(timeout_s: float, quiet: bool, tell: Callable[[Survey],
     _as_worker(work)
 
 
+def check_plan(job_file: Path, plan: Plan) -> None:
+    check_job(load_job(job_file), plan)
+
+
 def _check_input(job_file: Path, plan_file: Path) -> Plan:
     """What is wrong with the files is told before any worker starts."""
-    job, plan = load_job(job_file), codec.load(Plan, plan_file)
-    check_job(job, plan)
+    plan = codec.load(Plan, plan_file)
+    check_plan(job_file, plan)
     return plan
 
 
@@ -187,7 +243,7 @@ def _launch(arguments: Sequence[str], workers: int, threads: int, timeout_s: flo
     launch_workers(["-m", "penstock", *arguments], workers, threads, timeout_s)
 
 
-def _as_worker(work: Callable[[], None]) -> None:
+def _as_worker(work: Callable[[], object]) -> None:
     """Run a worker's part. Its error goes to the launcher, which tells the first; others keep their traceback."""
     handler = get_error_handler()
     handler.initialize()

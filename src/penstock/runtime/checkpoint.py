@@ -10,8 +10,11 @@ Nothing in it is keyed by stage or worker. It is written beside its place and ap
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,6 +43,7 @@ from penstock.job import Job
 from penstock.run import INDEX, Evaluation
 
 _PARTIAL = ".partial"
+_REPLACED = f".old{_PARTIAL}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,8 @@ class Checkpoint:
     """in fp16: the scale, and the updates since it changed"""
     evaluations: tuple[Evaluation, ...] = ()
     """so far"""
+    job: str = ""
+    """the name of the job file, for messages"""
 
     FORMAT: ClassVar[str] = "penstock.checkpoint/2"
 
@@ -75,9 +81,21 @@ class Checkpoint:
         changed = [f"{key} {mine[key]}, now {given[key]}" for key in mine if mine[key] != given[key]]
         if changed:
             raise JobError(
-                f"{source}: was written by a job with {'; '.join(changed)}: its place in the epoch would be another. "
-                "Give the job what it had, or start anew from the weights (penstock export, then train --init)"
+                f"{source}: was written by {self._writer} with {'; '.join(changed)}: its place in the epoch would be "
+                "another. Give the job what it had, or start anew from the weights (penstock export, then train --init)"
             )
+
+    def check_model(self, names: Collection[str], source: Path) -> None:
+        """Raise unless the model's state_dict has just these keys."""
+        if set(names) == set(self.names):
+            return
+        missing, extra = sorted(set(names) - set(self.names)), sorted(set(self.names) - set(names))
+        differs = f"{missing[0]!r} is missing" if missing else f"the model has no {extra[0]!r}"
+        raise FormatError(f"{source}: {differs}; this checkpoint is of another model, written by {self._writer}")
+
+    @property
+    def _writer(self) -> str:
+        return f"job {self.job}" if self.job else "a job"
 
 
 def directory_of(checkpoints: Path, steps: int) -> Path:
@@ -109,42 +127,74 @@ class _ShardWriter(HuggingFaceStorageWriter):
             try:
                 save_file(tensors, path, metadata=about)
             except SafetensorError as error:
-                raise OSError(f"{path}: {error}") from None
+                raise _as_os_error(error, path) from None
             _to_disk(path)
         written: Future[list[WriteResult]] = Future()
         written.set_result([])
         return written
 
 
+def _as_os_error(error: SafetensorError, path: Path) -> OSError:
+    """safetensors has the system's number in its text alone."""
+    found = re.search(r"os error (\d+)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(f"{path}: {error}")
+
+
+def lacks_room(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def commit(directory: Path, checkpoint: Checkpoint) -> None:
-    """Make the checkpoint appear, once all tensors are there."""
-    partial = _partial(directory)
-    codec.save(checkpoint, partial / INDEX)
+    """Make the checkpoint appear, once all tensors are there.
+
+    No single step replaces a directory, so one of the same name is renamed first. Until the new one has appeared,
+    ``clean`` would bring it back.
+    """
+    partial, replaced = _partial(directory), _replaced(directory)
+    (partial / INDEX).write_text(codec.dumps(checkpoint) + "\n", encoding="utf-8")
     _to_disk(partial / INDEX)
     _to_disk(partial)
-    replaced = directory.with_name(f"{directory.name}.old{_PARTIAL}")
-    if directory.exists():  # of an earlier run; no single step replaces a directory
+    if directory.exists():
+        _remove(replaced)
         directory.replace(replaced)
     partial.replace(directory)
     _to_disk(directory.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
+
+
+def withdraw(directory: Path) -> None:
+    """Remove what was written of a checkpoint that did not appear; one that it was to replace stays."""
+    _remove(_partial(directory))
+    if (_replaced(directory) / INDEX).exists() and not directory.exists():
+        _replaced(directory).replace(directory)
 
 
 def clean(checkpoints: Path) -> None:
-    """Remove what a run left that ended while it wrote."""
+    """Remove what a run left that ended while it wrote, and bring back what it was about to replace."""
+    for left in checkpoints.glob(f"step-*{_REPLACED}"):
+        withdraw(left.with_name(left.name.removesuffix(_REPLACED)))
     for left in checkpoints.glob(f"step-*{_PARTIAL}"):
-        shutil.rmtree(left)
+        _remove(left)
 
 
 def prune(complete: Sequence[Path], keep: int) -> None:
     """Remove all but the ``keep`` last. Each is out of sight before the first of its files goes."""
     for old in complete[:-keep]:
-        shutil.rmtree(old.replace(_partial(old)))
+        _remove(old.replace(_partial(old)))
+
+
+def _remove(directory: Path) -> None:
+    """The index goes first: a checkpoint that is half removed must not look whole."""
+    with contextlib.suppress(OSError):
+        (directory / INDEX).unlink(missing_ok=True)
+        shutil.rmtree(directory)
 
 
 def read_index(directory: Path) -> Checkpoint:
     if not directory.is_dir():
-        raise FormatError(f"{directory}: no such checkpoint directory")
+        was_replaced = _replaced(directory).is_dir()
+        remedy = f"; a run ended while it replaced it: rename {_replaced(directory).name} to it" if was_replaced else ""
+        raise FormatError(f"{directory}: no such checkpoint directory{remedy}")
     if not (directory / INDEX).is_file():
         raise FormatError(f"{directory}: holds no complete checkpoint ({INDEX} is missing); name one step-... of a run")
     return codec.load(Checkpoint, directory / INDEX)
@@ -200,6 +250,10 @@ def _quietly() -> Iterator[None]:
 
 def _partial(directory: Path) -> Path:
     return directory.with_name(directory.name + _PARTIAL)
+
+
+def _replaced(directory: Path) -> Path:
+    return directory.with_name(directory.name + _REPLACED)
 
 
 def _to_disk(path: Path) -> None:

@@ -197,6 +197,7 @@ class _Emulation:
             seconds,
             makes=makes,
             finals=self.costs.finals(index),
+            cold_s=self.costs.cold_s(index, rank),
             clock=self.clock,
         )
         return OwnStage(index=index, module=module, sends_to=sends_to, receives_from=receives_from)

@@ -105,9 +105,11 @@ class EmulatedStage(StageModule):
         *,
         makes: Mapping[str, Tensor],
         finals: Sequence[tuple[str, float]],
+        cold_s: float,
         clock: DilatedClock,
     ) -> None:
-        """``finals`` are the parameters as a backward finds their gradients, and how much of it has passed then."""
+        """``finals`` are the parameters as a backward finds their gradients, and how much of it has passed then.
+        The first forward after an update takes ``cold_s`` more."""
         section = Section(
             module=fx.GraphModule(nn.Module(), fx.Graph()),
             reads=(),
@@ -120,6 +122,7 @@ class EmulatedStage(StageModule):
         )
         super().__init__(section, weights, lambda output, target: torch.zeros(()))
         self._seconds, self._makes, self._finals, self._clock = seconds, makes, finals, clock
+        self._cold_s, self._warm_version = cold_s, weights.version
         self._kept: dict[int, _Kept] = {}
 
     @property
@@ -137,7 +140,8 @@ class EmulatedStage(StageModule):
         *,
         key: int = 0,
     ) -> dict[str, Tensor]:
-        with self._clock.lasting(self._seconds[Kind.FORWARD]):
+        cold_s, self._warm_version = self._cold_s * (self.weights.version > self._warm_version), self.weights.version
+        with self._clock.lasting(self._seconds[Kind.FORWARD] + cold_s):
             self._kept[microbatch] = _Kept(self.weights.acquire(version_number, staleness), received)
             return dict(self._makes)
 

@@ -13,6 +13,7 @@ before the next cut, so nobody waits in a circle.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -28,12 +29,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from penstock.errors import PenstockError, WorkerError
 from penstock.run import RunDirectory
 from penstock.runtime import checkpoint
-from penstock.runtime.checkpoint import Checkpoint
+from penstock.runtime.checkpoint import Checkpoint, lacks_room
 from penstock.runtime.meeting import together
 from penstock.runtime.state import WorkerState
 from penstock.runtime.transport import short_reason
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind, Schedule, cuts_of, due
+
+log = logging.getLogger(__name__)
 
 Save = Callable[[Path, Mapping[str, Tensor]], None]
 """Writes this worker's tensors for the checkpoint of that place; returns when every worker's are written. Raises
@@ -58,8 +61,9 @@ class _Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> _Failure:
+        """Of several, one that is more than want of room. All workers choose the same."""
         if isinstance(error, CheckpointException):
-            rank, (error, _) = min(error.failures.items())
+            rank, (error, _) = min(error.failures.items(), key=lambda item: (lacks_room(item[1][0]), item[0]))
         return cls(rank, error, time.monotonic())
 
     @property
@@ -107,6 +111,8 @@ class Keeper:
         """those that are complete and have not been announced"""
         self._place = run.checkpoints
         self._failed: _Failure | None = None
+        self._without_room: _Failure | None = None
+        """why the last checkpoint is not there, if the disk was full"""
 
     def expect(self, schedule: Schedule, part: Epoch, before: Checkpoint, *, is_last: bool) -> Checkpoint:
         """Take the checkpoints of a part that are due, and that at the end of the run; returns where the part ends."""
@@ -148,16 +154,19 @@ class Keeper:
     def take(self, done: Checkpoint) -> None:
         """A checkpoint of a pipeline that is at rest, unless it has just been taken."""
         if checkpoint.directory_of(self.run.checkpoints, done.steps) != self._place:
-            self.finish()
+            self._wait()
+            if self._failed is not None:
+                self._raise(self._failed)
             self._taken = {stage: self.state.snapshot(stage) for stage in self.state.stages}
             self._start(done)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is written."""
+        """Wait until the last checkpoint is written. Without it the run would end with nothing to show for itself."""
         self._wait()
         self._announce()
-        if self._failed is not None:
-            self._raise(self._failed)
+        failed = self._failed or self._without_room
+        if failed is not None:
+            self._raise(failed)
 
     def _announce(self) -> None:
         while self._committed:
@@ -192,8 +201,26 @@ class Keeper:
                 checkpoint.commit(place, done)
                 self._committed.append(done)
                 checkpoint.prune(self.run.complete_checkpoints(), self.keep)
+            self._without_room = None
         except BaseException as error:  # torch's own is no Exception
-            self._failed = _Failure.of(error, self.rank)
+            failed = _Failure.of(error, self.rank)
+            if lacks_room(failed.error):
+                self._go_on_without(place, failed)
+            else:
+                self._failed = failed
+
+    def _go_on_without(self, place: Path, failed: _Failure) -> None:
+        """The disk is full: what there is of the checkpoint goes, the ones before it stay."""
+        self._without_room = failed
+        if self.rank == 0:
+            checkpoint.withdraw(place)
+            log.warning(
+                "checkpoint %s could not be written by worker %d: %s; training goes on, and the checkpoints before it "
+                "stay; make room for the next",
+                place,
+                failed.rank,
+                getattr(failed.error, "strerror", ""),
+            )
 
     def _raise(self, failed: _Failure) -> None:
         if isinstance(failed.error, PenstockError):

@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,11 +33,11 @@ from penstock.runtime.split import Section, Splitter
 from penstock.runtime.stage import StageModule
 from penstock.runtime.weights import Weights
 from penstock.runtime.worker import Clock
-from penstock.runtime.worker_times import FEWEST_RUNS, StepTimes, TrialWorker, typical
+from penstock.runtime.worker_times import FEWEST_RUNS, StepTimes, TrialWorker, empty_section, typical
 
-MOST_ADDED = 4
-"""Microbatches of a whole step: of more, nearly all add their gradients too."""
 BLOCKS = 2
+EMPTY_RUNS = 2
+"""Of a layer that computes next to nothing, in each pass through the layers."""
 QUICK_S, MOST_REPEATS = 0.6, 60
 """What takes little time is repeated for so long, but not more often than this."""
 Values = dict[str, Any]
@@ -49,9 +49,13 @@ class LayerTimes:
     forward_s: float
     input_s: float
     weight_s: float
-    """these two are the backward's, shared out as its halves are"""
+    """These two are the backward, shared out as its halves are."""
     halving_s: float
-    """what forward and backward take more where the backward is taken in halves"""
+    """What the forward takes more where the backward is taken in halves."""
+    apart_s: float
+    """What the backward takes more in halves."""
+    cold_s: float = 0.0
+    """What the first forward after an update takes more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,12 @@ class _Run:
     input_s: float
     weight_s: float
 
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.input_s + self.weight_s
+    def less(self, other: _Run) -> _Run:
+        """Without what another takes; what is left of a second is a tenth of it at least."""
+        pairs = zip(
+            (self.forward_s, self.input_s, self.weight_s), (other.forward_s, other.input_s, other.weight_s), strict=True
+        )
+        return _Run(*(max(mine - others, mine / 10) for mine, others in pairs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +153,12 @@ class Timer:
                 forward_s = layer.forward(given, values, target, in_halves=in_halves)
                 runs.append(layer.backward(forward_s, None))
                 _forget(leaves | {name: values[name] for name in section.receives})
-        return _times(whole[1:], halves[1:])
+        empty = [self._empty_layer.run(in_halves=in_halves) for in_halves in (False, True) for _ in whole]
+        return _times(whole[1:], halves[1:], empty[: len(whole)], empty[len(whole) :])
+
+    @cached_property
+    def _empty_layer(self) -> _EmptyLayer:
+        return _EmptyLayer(self)
 
     def in_passes(
         self, sizes: Sequence[SizeTrial], progress: Callable[[int, int], None], *, weighted: bool
@@ -169,11 +181,14 @@ class Timer:
                 _forget(leaves, sums if size.adds else {})
                 given, target = size.given, size.target
                 runs.append(_there_and_back(layers, given, target, in_halves=in_halves))
-            worker.run(size, min(size.microbatches, MOST_ADDED), passes.steps)
+                passes.empty[in_halves] += [self._empty_layer.run(in_halves=in_halves) for _ in range(EMPTY_RUNS)]
+            worker.run(size, passes.steps)
 
-        found = [_Passes() for _ in sizes]
+        found = [_Passes(StepTimes(size.microbatches)) for size in sizes]
         for block, (_, (size, passes)) in enumerate(itertools.product(range(BLOCKS), zip(sizes, found, strict=True))):
-            warm_up_s = self.seconds(partial(take_pass, size, _Passes()))  # memory of this size finds its place, too
+            warm_up_s = self.seconds(
+                partial(take_pass, size, _Passes(StepTimes(size.microbatches)))
+            )  # memory of this size finds its place, too
             for _ in range(-(-max(self.repeats_of(warm_up_s), FEWEST_RUNS) // BLOCKS)):
                 take_pass(size, passes)
             progress(block + 1, BLOCKS * len(sizes))
@@ -188,14 +203,16 @@ class Timer:
 class _Passes:
     """All that was timed at one size."""
 
+    steps: StepTimes
     runs: dict[bool, list[list[_Run]]] = field(default_factory=lambda: {False: [], True: []})
     """by whether backwards were in halves, of every pass the runs of all layers"""
-    steps: StepTimes = field(default_factory=StepTimes)
+    empty: dict[bool, list[_Run]] = field(default_factory=lambda: {False: [], True: []})
+    """by whether backwards were in halves, runs of a layer that computes next to nothing"""
 
     @property
     def layers(self) -> list[LayerTimes]:
         by_layer = (zip(*self.runs[halves], strict=True) for halves in (False, True))
-        return [_times(whole, halves) for whole, halves in zip(*by_layer, strict=True)]
+        return [_times(whole, halves, *self.empty.values()) for whole, halves in zip(*by_layer, strict=True)]
 
 
 class _Layer:
@@ -240,6 +257,21 @@ class _Layer:
         return _Run(forward_s, input_s, self.timer.seconds(later.make) if later else 0.0)
 
 
+class _EmptyLayer(_Layer):
+    """Computes next to nothing: what it takes is what it costs to go layer by layer, which stages do not."""
+
+    def __init__(self, timer: Timer) -> None:
+        section, self._inputs = empty_section(timer.device)
+        leaves = {name: p.data.requires_grad_() for name, p in section.parameters.items()}
+        super().__init__(timer, section, leaves)
+
+    def run(self, *, in_halves: bool) -> _Run:
+        forward_s = self.forward(self._inputs, {}, None, in_halves=in_halves)
+        found = self.backward(forward_s, None)
+        _forget(self.leaves)
+        return found
+
+
 def _there_and_back(layers: Sequence[_Layer], given: Sequence[Any], target: Any, *, in_halves: bool) -> list[_Run]:
     values: Values = {}
     forwards_s = []
@@ -250,16 +282,24 @@ def _there_and_back(layers: Sequence[_Layer], given: Sequence[Any], target: Any,
     return runs[::-1]
 
 
-def _times(whole: Sequence[_Run], halves: Sequence[_Run]) -> LayerTimes:
-    backward_s = typical(run.input_s for run in whole)
-    input_s, weight_s = typical(run.input_s for run in halves), typical(run.weight_s for run in halves)
-    share = weight_s / (input_s + weight_s) if weight_s else 0.0
+def _times(
+    whole: Sequence[_Run], halves: Sequence[_Run], empty_whole: Sequence[_Run], empty_halves: Sequence[_Run]
+) -> LayerTimes:
+    joined = _typical_run(whole).less(_typical_run(empty_whole))
+    apart = _typical_run(halves).less(_typical_run(empty_halves))
+    halves_s = apart.input_s + apart.weight_s
+    share = apart.weight_s / halves_s if apart.weight_s else 0.0
     return LayerTimes(
-        forward_s=typical(run.forward_s for run in whole),
-        input_s=backward_s * (1 - share),
-        weight_s=backward_s * share,
-        halving_s=max(0.0, typical(run.total_s for run in halves) - typical(run.total_s for run in whole)),
+        forward_s=joined.forward_s,
+        input_s=joined.input_s * (1 - share),
+        weight_s=joined.input_s * share,
+        halving_s=max(0.0, apart.forward_s - joined.forward_s),
+        apart_s=max(0.0, halves_s - joined.input_s),
     )
+
+
+def _typical_run(runs: Sequence[_Run]) -> _Run:
+    return _Run(*(typical(getattr(run, name) for run in runs) for name in ("forward_s", "input_s", "weight_s")))
 
 
 def _stretched(layers: Sequence[LayerTimes], step: StepTimes, own: WorkerSeconds) -> list[LayerTimes]:
@@ -268,11 +308,13 @@ def _stretched(layers: Sequence[LayerTimes], step: StepTimes, own: WorkerSeconds
     forward = max(0.0, step.forward_s - own.forward_s) / forwards_s if forwards_s else 1.0
     backward = max(0.0, step.backward_s - own.backward_s) / backwards_s if backwards_s else 1.0
     return [
-        replace(
-            times,
+        LayerTimes(
             forward_s=times.forward_s * forward,
             input_s=times.input_s * backward,
             weight_s=times.weight_s * backward,
+            halving_s=times.halving_s * forward,
+            apart_s=times.apart_s * backward,
+            cold_s=step.first_forward_s * times.forward_s / forwards_s if forwards_s else 0.0,
         )
         for times in layers
     ]

@@ -240,7 +240,7 @@ class Measurement:
         steps, feed = StepTimes(), replace(self.sizes[0].trial, next_microbatch=lambda: (inputs, None))
         worker = TrialWorker(stage, self.timer.clock, self.timer.device)
         for _ in range(STEPS_ALONE):
-            worker.run(feed, 1, steps)
+            worker.run(feed, steps)
         self.own = steps.own
         for size in self.sizes:
             size.load_s = self.timer.typical_s(size.trial.next_microbatch)
@@ -342,6 +342,8 @@ class Measurement:
                     backward_input_s=times.input_s,
                     backward_weight_s=times.weight_s,
                     halving_s=times.halving_s,
+                    apart_s=times.apart_s,
+                    cold_s=times.cold_s,
                     update_s=sum(updates.update_s.get(name, 0.0) for name in own),
                     copy_s=sum(updates.copy_s.get(name, 0.0) for name in own),
                     average_s=updates.average_s * sum(name in updates.update_s for name in own),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TextIO
 
+from penstock.errors import FormatError
 from penstock.record import Mark, Moment, interval_s
 from penstock.runtime.memory import MemoryMeter
+
+log = logging.getLogger(__name__)
 
 
 class Report(NamedTuple):
@@ -56,6 +60,7 @@ class Progress:
         self._told_s = 0.0
         self._before: Sequence[Report] = [_NOTHING] * workers
         self._busy = (0.0,) * workers
+        self._failing: set[Listener] = set()
         self._publish(_NOTHING)
 
     def is_due(self, now_s: float) -> bool:
@@ -73,16 +78,25 @@ class Progress:
         reports = [Report(*json.loads(word)) for word in self.store.multi_get(self._keys)]
         self._busy = tuple(map(share_busy, reports, self._before, self._busy))
         self._before = reports
-        for listener in self.listeners:
-            listener.moment(moment_of(reports, self._busy, now_s))
+        moment = moment_of(reports, self._busy, now_s)
+        self._let_hear(lambda listener: listener.moment(moment))
 
     def mark(self, mark: Mark) -> None:
-        for listener in self.listeners:
-            listener.mark(mark)
+        self._let_hear(lambda listener: listener.mark(mark))
 
     def end(self, words: str) -> None:
+        self._let_hear(lambda listener: listener.end(words))
+
+    def _let_hear(self, tell: Callable[[Listener], None]) -> None:
+        """Best effort: a listener that cannot write, as on a full disk, does not end the run."""
         for listener in self.listeners:
-            listener.end(words)
+            try:
+                tell(listener)
+                self._failing.discard(listener)
+            except (OSError, FormatError) as error:
+                if listener not in self._failing:
+                    log.warning("progress is not recorded for now, training goes on: %s", error)
+                self._failing.add(listener)
 
     def _publish(self, report: Report) -> None:
         self.store.set(self._keys[self.rank], json.dumps(report))

@@ -32,9 +32,6 @@ THREADS = 1
 """Of each worker, as profiles are measured unless asked otherwise."""
 WORK_S, WORK_ROUND_S = 0.8, 0.1
 
-PAUSE_S = 1e-3
-"""About what a small action takes."""
-
 
 def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) -> Survey | None:
     """This process's part in measuring the cluster; worker 0 returns what all have found, the others None."""
@@ -55,8 +52,7 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
             clock=time.perf_counter,
             device=device,
             timeout_s=timeout_s,
-            own_time=OwnTime(work=work.run, core_s=clock_of_cores() if has_cores else None),
-            pause_s=PAUSE_S,
+            own_time=OwnTime(work=LightWork(device).run, core_s=clock_of_cores() if has_cores else None),
         )
         timings = []
         for number, trial in enumerate(trials):
@@ -111,6 +107,20 @@ def _host_memory_bytes() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
     return min(physical, int(text)) if text.isdecimal() else physical
+
+
+class LightWork:
+    """The forward and backward of a few small layers: about what small actions of training leave in the caches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))).to(device)
+        self.vectors = torch.randn(64, 128, device=device)
+
+    def run(self) -> None:
+        torch.autograd.backward(self.layers(self.vectors).mean())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 class FixedWork:

@@ -8,8 +8,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -25,8 +25,9 @@ from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.record import Mark, Start, Writer
 from penstock.run import Evaluation, Result, RunDirectory
+from penstock.runtime.agreement import agree_on_run
 from penstock.runtime.assemble import Assembly, assemble, make_epoch
-from penstock.runtime.checkpoint import Checkpoint, clean
+from penstock.runtime.checkpoint import Checkpoint
 from penstock.runtime.clocks import Clocks, clocks_of
 from penstock.runtime.evaluate import Evaluator
 from penstock.runtime.events import EventLog, beginning_and_newest
@@ -61,10 +62,14 @@ from penstock.trace import trace_of
 MOST_AT_ONCE = 100_000
 """microbatches times workers"""
 
+OpenRun = Callable[[Job, Plan, Path | None], AbstractContextManager[RunDirectory]]
+"""Makes the directory of a run of this job under this plan, from that checkpoint if any, or takes a given one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: RunDirectory
+    job_name: str = ""
+    """of the job file, for checkpoints to say whose they are"""
     resume: Path | None = None
     """a checkpoint to go on from"""
     init: Path | None = None
@@ -83,9 +88,24 @@ class Options:
             raise JobError("--resume goes on with a run, --init starts one from given weights; give one of them")
 
 
-def train_worker(job: Job, plan: Plan, options: Options) -> None:
-    """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment."""
-    with worker_process(plan, options.timeout_s) as device:
+def train_worker(
+    job: Job,
+    plan: Plan,
+    options: Options,
+    open_run: OpenRun,
+    opened: Callable[[RunDirectory], None] = lambda run: None,
+) -> RunDirectory:
+    """Run this process's part of the plan; the launcher (or torchrun) has said which, in the environment.
+
+    Worker 0 opens the directory of the run. Every worker calls ``opened`` with it, and returns it.
+    """
+    with worker_process(plan, options.timeout_s) as device, ExitStack() as stack:
+        store = dist.distributed_c10d._get_default_store()
+        with together("open the run directory", options.timeout_s):
+            run = agree_on_run(
+                store, dist.get_rank(), dist.barrier, lambda: stack.enter_context(open_run(job, plan, options.resume))
+            )
+        opened(run)
         groups = sync_groups(plan, together=job.updates_together or job.evaluation is not None)
         links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
         assembly = assemble(
@@ -101,7 +121,8 @@ def train_worker(job: Job, plan: Plan, options: Options) -> None:
             aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s))
         gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
         save, clocks = save_together(aside, options.timeout_s), clocks_of(aside, options.timeout_s)
-        _Training(assembly, options, links, save, clocks).run()
+        _Training(assembly, run, options, links, save, clocks).run()
+    return run
 
 
 @contextmanager
@@ -130,16 +151,18 @@ def join_workers(threads: int, timeout_s: float) -> Iterator[torch.device]:
 
 
 class _Training:
-    def __init__(self, assembly: Assembly, options: Options, links: Links, save: Save, clocks: Clocks) -> None:
+    def __init__(
+        self, assembly: Assembly, run: RunDirectory, options: Options, links: Links, save: Save, clocks: Clocks
+    ) -> None:
         self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
-        self.assembly, self.options, self.run_directory = assembly, options, options.run
+        self.assembly, self.options, self.run_directory = assembly, options, run
         self.rank, self.links, self.clocks = self.worker.rank, links, clocks
         self.worker.events = EventLog.one_of(len(self.plan.devices))
         self.store = dist.distributed_c10d._get_default_store()
         self.state = state_of(assembly)
         self.keeper = Keeper(
             self.state,
-            options.run,
+            run,
             rank=self.rank,
             save=save,
             every=options.checkpoint_every,
@@ -148,7 +171,7 @@ class _Training:
             complete=self._complete,
             announce=self._announce,
         )
-        self.losses = LossLog(self.job.on_nonfinite_loss, LossFile(losses_file(options.run, self.rank)))
+        self.losses = LossLog(self.job.on_nonfinite_loss, LossFile(losses_file(run, self.rank)))
         self.samples = self.microbatches = 0
         """trained so far, by all workers together, in whole parts"""
         self.samples_done = 0
@@ -279,18 +302,16 @@ class _Training:
 
     def _start(self) -> Checkpoint:
         """Where training begins, with the weights that it begins with."""
-        if self.rank == 0:
-            clean(self.run_directory.checkpoints)
         if self.options.resume is not None:
             done = self.state.restore(self.options.resume)
             done.check_job(self.job, self.options.resume)
             if self.worker.scaler is not None and done.loss_scale is not None:
                 self.worker.scaler.scale, self.worker.scaler.good_updates = done.loss_scale
             self.evaluations = done.evaluations
-            return replace(done, names=self.state.names)
+            return replace(done, names=self.state.names, job=self.options.job_name)
         if self.options.init is not None:
             self.state.initialise(self.options.init)
-        return Checkpoint.at_start(self.job, self.state.names)
+        return replace(Checkpoint.at_start(self.job, self.state.names), job=self.options.job_name)
 
     def _hand_in(self, before: Checkpoint, after: Checkpoint) -> None:
         """Every worker leaves what it has recorded, and worker 0 makes the run's result and trace of it."""
@@ -335,7 +356,6 @@ class _Training:
             staleness=tuple(of_stage(accounts, index) for index in range(len(self.plan.stages))),
             clocks=tuple(clock for account in accounts for clock in account.clocks),
         )
-        codec.save(self.plan, run.plan)
         sizes = tuple(itertools.chain.from_iterable(part.samples for part in parts))
         beginning, newest_events = beginning_and_newest(events_of(run, accounts))
         codec.save(trace_of("measured", self.plan.worker_names, sizes, newest_events), run.trace)

@@ -1,4 +1,4 @@
-"""A worker's part in the trials of a survey: messages to and fro, streams and all-reduces over a transport.
+"""A worker's part in the trials of a survey: messages, streams and all-reduces over a transport.
 
 The first worker of a group leads: it times, and tells the other what comes before it comes.
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WorkerError
-from penstock.runtime.handling import OwnTime, handled_s
+from penstock.runtime.handling import OwnTime, TwoStages, handled_s
 from penstock.runtime.mailbox import AHEAD
 from penstock.runtime.transport import Pending, Transport
 from penstock.runtime.worker import Clock
@@ -35,6 +35,8 @@ ENOUGH_S = 0.15
 """A size is repeated for about so long .."""
 FEWEST, MOST = 3, 200
 """.. but so often at least and at most."""
+MOST_HANDED_OVER = 30
+"""Work comes between these messages, so each takes long."""
 TOO_LONG_S = 3.0
 """A size that would take longer is left out, and with it all larger ones: the smaller have told."""
 
@@ -55,8 +57,6 @@ class Prober:
     timeout_s: float
     own_time: OwnTime = field(default_factory=OwnTime)
     enough_s: float = ENOUGH_S
-    pause_s: float = 0.0
-    """before a message is sent to and fro: in training its receiver has often waited for so long that it sleeps"""
 
     def run(self, number: int, trial: Trial) -> list[Timing]:
         """This worker's part in a trial; returns what it timed, if it leads a group."""
@@ -116,7 +116,7 @@ class Prober:
     def lead(self, peer: int, pattern: Pattern, sizes: Sequence[int]) -> Timed:
         """Time messages with a peer that follows."""
         line, timed = _Line(self, peer, leads=True), Timed()
-        time_messages = _stream_s if pattern is Pattern.STREAM else _to_and_fro_s
+        time_messages = _LEADS[pattern]
         for num_bytes in sizes:
             if not _is_worth_it(timed, num_bytes):
                 break
@@ -127,7 +127,7 @@ class Prober:
 
     def follow(self, peer: int, pattern: Pattern) -> None:
         line = _Line(self, peer, leads=False)
-        answer = _take_stream if pattern is Pattern.STREAM else _send_back
+        answer = _FOLLOWS[pattern]
         while (order := line.next_order())[0] > 0:
             answer(line, *order)
 
@@ -225,28 +225,19 @@ class _Incoming:
 
 
 def _to_and_fro_s(line: _Line, num_bytes: int, repeats: int) -> list[float]:
-    """One way: half of each round trip, or with a pause before it what is left of it without the way back, which takes
-    half of a trip without a pause."""
-    clock, pause_s = line.prober.clock, line.prober.pause_s
-    trips = 2 * repeats if pause_s else repeats
-    line.order(num_bytes, trips)
-    incoming, outgoing = _Incoming(line, num_bytes, trips), line.buffers(num_bytes)
+    """One way: half of each round trip."""
+    clock = line.prober.clock
+    line.order(num_bytes, repeats)
+    incoming, outgoing = _Incoming(line, num_bytes, repeats), line.buffers(num_bytes)
     seconds: list[float] = []
-    for i in range(trips):
+    for i in range(repeats):
         start_s = clock()
-        if pause_s and i % 2:
-            while clock() < start_s + pause_s:
-                pass
-            start_s = clock()
         line.send(outgoing[i % len(outgoing)])
         incoming.take()
-        seconds.append(clock() - start_s)
+        seconds.append((clock() - start_s) / 2)
         incoming.post_next()
     line.finish()
-    if not pause_s:
-        return [trip_s / 2 for trip_s in seconds]
-    back_s = statistics.median(seconds[::2]) / 2
-    return [max(trip_s - back_s, back_s) for trip_s in seconds[1::2]]
+    return seconds
 
 
 def _send_back(line: _Line, num_bytes: int, repeats: int) -> None:
@@ -278,6 +269,30 @@ def _take_stream(line: _Line, num_bytes: int, repeats: int) -> None:
         incoming.post_next()
     line.send(line.buffers(1)[0])
     line.finish()
+
+
+def _hand_over_s(line: _Line, num_bytes: int, repeats: int) -> list[float]:
+    """From the end of one worker's action until the other, who waits for it, has the message."""
+    repeats = min(repeats, MOST_HANDED_OVER)
+    line.order(num_bytes, repeats)
+    _Incoming(line, 1, 1).take()  # the order has come: from here the mailbox numbers the messages anew
+    return _hand_over(line, (line.prober.transport.rank, line.peer), num_bytes, repeats)
+
+
+def _answer_hand_over(line: _Line, num_bytes: int, repeats: int) -> None:
+    line.send(line.buffers(1)[0])
+    line.finish()
+    _hand_over(line, (line.peer, line.prober.transport.rank), num_bytes, repeats)
+
+
+def _hand_over(line: _Line, pair: tuple[int, int], num_bytes: int, repeats: int) -> list[float]:
+    prober = line.prober
+    stages = TwoStages(pair, prober.transport, prober.device, prober.timeout_s)
+    return stages.hand_over_s(num_bytes, repeats, prober.own_time.work, prober.clock)
+
+
+_LEADS = {Pattern.TO_AND_FRO: _to_and_fro_s, Pattern.STREAM: _stream_s, Pattern.HAND_OVER: _hand_over_s}
+_FOLLOWS = {Pattern.TO_AND_FRO: _send_back, Pattern.STREAM: _take_stream, Pattern.HAND_OVER: _answer_hand_over}
 
 
 def _is_worth_it(timed: Timed, num_bytes: int) -> bool:

@@ -21,7 +21,7 @@ from penstock.runtime.capture import capture
 from penstock.runtime.events import EventLog
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.optimizers import MakeOptimizer
-from penstock.runtime.split import Splitter
+from penstock.runtime.split import Section, Splitter
 from penstock.runtime.stage import StageModule
 from penstock.runtime.sync import GradientSync
 from penstock.runtime.transport import LocalExchange, LocalTransport
@@ -44,36 +44,51 @@ def typical(seconds: Iterable[float]) -> float:
     return statistics.fmean(ordered[aside : len(ordered) - aside])
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepTimes:
     """All that whole steps took so far."""
 
-    actions_s: dict[Kind, list[float]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+    microbatches: int = 1
+    """Microbatches of a minibatch. Of more than one, each but the first adds its gradients to those before."""
+    runs: int = 0
+    forwards_s: list[float] = field(default_factory=list)
+    """Forwards as most of them are: after a backward, or after an update where every forward comes after one."""
+    cold_s: list[float] = field(default_factory=list)
+    """Forwards after an update, where others are not."""
+    backwards_s: list[float] = field(default_factory=list)
+    """Backwards of the first microbatch of a minibatch."""
+    adding_s: list[float] = field(default_factory=list)
+    """Backwards that add their gradients to those before."""
+    updates_s: list[float] = field(default_factory=list)
     stashed_s: list[float] = field(default_factory=list)
-    """updates beside a microbatch in flight, which keeps the weights as they were"""
+    """Updates beside a microbatch in flight, which keeps the weights as they were."""
     empty_s: dict[Kind, list[float]] = field(default_factory=lambda: {kind: [] for kind in Kind})
-    """actions of a stage that computes next to nothing"""
+    """Actions of a stage that computes next to nothing."""
     between_s: list[float] = field(default_factory=list)
     """from one action to the next, where nothing is loaded"""
     loading_s: list[float] = field(default_factory=list)
     """from one action to the next, where a microbatch is loaded"""
 
     @property
-    def runs(self) -> int:
-        """How many have been timed: each has one update that is not stashed."""
-        return len(self.actions_s[Kind.STEP])
+    def forward_s(self) -> float:
+        return typical(self.forwards_s)
 
     @property
-    def forward_s(self) -> float:
-        return typical(self.actions_s[Kind.FORWARD])
+    def first_forward_s(self) -> float:
+        """What the first forward after an update takes more than others."""
+        return max(0.0, typical(self.cold_s) - self.forward_s) if self.cold_s else 0.0
 
     @property
     def backward_s(self) -> float:
-        return typical(self.actions_s[Kind.BACKWARD])
+        """The mean over a minibatch."""
+        if not self.adding_s:
+            return typical(self.backwards_s)
+        adding = 1 - 1 / self.microbatches
+        return (1 - adding) * typical(self.backwards_s) + adding * typical(self.adding_s)
 
     @property
     def update_s(self) -> float:
-        return typical(self.actions_s[Kind.STEP])
+        return typical(self.updates_s)
 
     @property
     def copy_s(self) -> float | None:
@@ -129,6 +144,13 @@ class _EmptyStage:
             times.empty_s[kind].append(seconds(whole))
 
 
+def empty_section(device: torch.device) -> tuple[Section, list[Any]]:
+    """A layer that computes next to nothing, with a layer behind it, and inputs for it."""
+    inputs = torch.ones(1, device=device)
+    splitter = Splitter(capture(nn.Sequential(Nearly(), Nearly()).to(device), inputs, only="module"))
+    return splitter.section([0]), splitter.captured.bind(inputs)
+
+
 def nearly_nothing(device: torch.device, *, in_halves: bool = False) -> tuple[StageModule, list[Any]]:
     """A stage that computes next to nothing, and inputs for it."""
     inputs = torch.ones(1, device=device)
@@ -156,15 +178,20 @@ class TrialWorker:
             weighted=weighted,
         )
 
-    def run(self, feed: Feed, microbatches: int, times: StepTimes) -> None:
-        """A minibatch of so many microbatches; if it has one, two minibatches, of which the first is updated beside a
-        microbatch in flight.
+    def run(self, feed: Feed, times: StepTimes) -> None:
+        """Two minibatches, of two microbatches each or of one, as ``times`` has it.
 
-        In turn, a stage that computes next to nothing has its turn after each action, by whole backwards or by halves,
-        or nobody has, and what is between actions counts.
+            one each    F0 B0 STEP F1 B1 STEP           the first update is beside a microbatch in flight
+            two each    F0 B0 F1 B1 STEP F2 B2 F3 B3 STEP
+
+        The first forward is not counted: what came before it is no part of training. In turn, a stage that computes
+        next to nothing has its turn after each action, by whole backwards or by halves, or nobody has, and what is
+        between actions counts.
         """
         held: list[Version] = []
+        each = min(times.microbatches, 2)
         empty = self._turns[times.runs % FEWEST_RUNS]
+        times.runs += 1
 
         def after(action: Action) -> None:
             if empty is not None:
@@ -173,20 +200,29 @@ class TrialWorker:
                 self.stage.losses.clear()
                 if held:
                     self.stage.weights.release(held.pop())
-            elif microbatches == 1 and action == Action(0, Kind.BACKWARD, 0):
+            elif each == 1 and action == Action(0, Kind.BACKWARD, 0):
                 held.append(self.stage.weights.acquire())
 
-        minibatches = (1, 1) if microbatches == 1 else (microbatches,)
         self._worker.on_action, self._worker.events = after, EventLog()
-        schedule = build_schedule("1f1b", ALONE, minibatches)
-        self._worker.run(Segment(schedule=schedule, samples=(1,) * sum(minibatches), feed=feed))
+        schedule = build_schedule("1f1b", ALONE, (each, each))
+        self._worker.run(Segment(schedule=schedule, samples=(1,) * (2 * each), feed=feed))
         last_s: float | None = None
         for action, start_s, end_s in self._worker.events:
-            stashed = microbatches == 1 and action == Action(0, Kind.STEP, 0)
-            (times.stashed_s if stashed else times.actions_s[action.kind]).append(end_s - start_s)
+            self._list_for(action, each, times).append(end_s - start_s)
             if last_s is not None and empty is None:
                 (times.loading_s if action.kind is Kind.FORWARD else times.between_s).append(start_s - last_s)
             last_s = end_s
+
+    @staticmethod
+    def _list_for(action: Action, each: int, times: StepTimes) -> list[float]:
+        """Where the seconds of an action belong, in minibatches of so many microbatches each."""
+        if action.kind is Kind.STEP:
+            return times.stashed_s if each == 1 and action.index == 0 else times.updates_s
+        if action.kind is Kind.BACKWARD:
+            return times.adding_s if action.index % each else times.backwards_s
+        if action.index == 0:
+            return []
+        return times.cold_s if each > 1 and action.index % each == 0 else times.forwards_s
 
     def _seconds(self, compute: Callable[[], Any]) -> float:
         start_s = self.clock()

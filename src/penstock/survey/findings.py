@@ -91,7 +91,7 @@ def _findings(
     for timing in timings:
         if trials[timing.trial].reach is reach:
             by_pattern[trials[timing.trial].pattern].append(timing)
-    messages, rings = by_pattern[Pattern.TO_AND_FRO], by_pattern[Pattern.ALL_REDUCE]
+    messages, rings = by_pattern[Pattern.HAND_OVER], by_pattern[Pattern.ALL_REDUCE]
     message_medians, ring_medians = _medians(messages, trials), _medians(rings, trials)
     of_messages, of_rings = (fit_link([m.sample for m in part]) for part in (message_medians, ring_medians))
     level = Level(

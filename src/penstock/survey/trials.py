@@ -23,17 +23,20 @@ class Reach(Enum):
 
 
 class Pattern(Enum):
-    TO_AND_FRO = "message"
-    """one message there, one back"""
+    TO_AND_FRO = "round trip"
+    """one message there, one back, and nothing else"""
+    HAND_OVER = "message"
+    """Messages of a pipeline of two that compute by turns: each waits for the other."""
     STREAM = "stream"
     """message after message, one way"""
     ALL_REDUCE = "all-reduce"
     HANDLING = "handling"
-    """messages of a pipeline of two that compute: what they take of a worker's own time"""
+    """Messages of a pipeline of two that both compute: what they take of a worker's own time."""
 
 
 SIZES = {
     Pattern.TO_AND_FRO: (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
+    Pattern.HAND_OVER: (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
     Pattern.STREAM: (MIB,),
     Pattern.ALL_REDUCE: (MIB, 4 * MIB, 16 * MIB, 32 * MIB),  # gradients of a stage are not small
     Pattern.HANDLING: (64 * KIB, MIB, 4 * MIB),
@@ -74,7 +77,7 @@ def make_trials(hosts: Sequence[Host]) -> tuple[Trial, ...]:
 def _inside(hosts: Sequence[tuple[int, ...]]) -> list[Trial]:
     """Hosts do not disturb each other: all of them at the same time."""
     rounds = itertools.zip_longest(*(few_pairs(workers) for workers in hosts))
-    trials = [_trial(Reach.INSIDE, Pattern.TO_AND_FRO, [pair for pair in pairs if pair]) for pairs in rounds]
+    trials = [_trial(Reach.INSIDE, Pattern.HAND_OVER, [pair for pair in pairs if pair]) for pairs in rounds]
     trials.append(_trial(Reach.INSIDE, Pattern.ALL_REDUCE, hosts))
     trials.append(_trial(Reach.INSIDE, Pattern.HANDLING, [workers[:2] for workers in hosts]))
     at_once = [pair for workers in hosts if len(workers) >= 4 for pair in _neighbours(workers)]
@@ -85,7 +88,7 @@ def _inside(hosts: Sequence[tuple[int, ...]]) -> list[Trial]:
 def _between(hosts: Sequence[tuple[int, ...]]) -> list[Trial]:
     """One pair at a time, since they may share a switch, from the first or the last workers of their hosts."""
     trials = [
-        _trial(Reach.BETWEEN, Pattern.TO_AND_FRO, [(one[end], two[end])])
+        _trial(Reach.BETWEEN, Pattern.HAND_OVER, [(one[end], two[end])])
         for (one, two), end in zip(few_pairs(hosts), (0, -1, 0), strict=False)
     ]
     trials.append(_trial(Reach.BETWEEN, Pattern.ALL_REDUCE, [tuple(itertools.chain(*hosts))]))
