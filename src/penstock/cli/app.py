@@ -498,7 +498,7 @@ def train(
     with workers.open_run(job, plan, run, resume) as directory:
         planned = codec.load(Plan, plan) if plan is not None else _planned(job, devices, as_json)
         try:
-            workers.train(job, planned, directory, options)
+            workers.train(job, planned, directory, options, plan)
         except KeyboardInterrupt:
             kept = f"the plan is kept: {directory.plan}" if directory.plan.exists() else "nothing is kept"
             sys.stderr.write(f"\npenstock: stopped before training began; {kept}\n")

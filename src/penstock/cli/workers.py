@@ -36,7 +36,7 @@ from penstock.runtime.measure import profile_job
 from penstock.runtime.resume import check_run
 from penstock.runtime.scalars import check_tensorboard
 from penstock.runtime.survey import THREADS, survey_cluster
-from penstock.runtime.train import Options, train_worker
+from penstock.runtime.train import OpenRun, Options, train_worker
 from penstock.runtime.verify import Verification, compare, verify_worker
 from penstock.survey import Survey
 
@@ -105,8 +105,8 @@ def _check_run(job_file: Path, plan_file: Path | None, run: RunDirectory, resume
     check_run(run, job, resume)
 
 
-def train(job_file: Path, plan: Plan, run: RunDirectory, options: Options) -> None:
-    """Start the workers on this machine and wait; however they end before their time, say how to go on."""
+def train(job_file: Path, plan: Plan, run: RunDirectory, options: Options, plan_file: Path | None = None) -> None:
+    """Start the workers on this machine and wait. However they end before their time, say how to go on."""
     if options.tensorboard is not None:
         check_tensorboard()
     _begin(run, job_file, plan)
@@ -123,7 +123,7 @@ def train(job_file: Path, plan: Plan, run: RunDirectory, options: Options) -> No
         arguments.append("--json")
     done = Checkpoints(run, options.resume)
     given = sys.argv[1:] if sys.argv[1:2] == ["train"] else arguments  # the demo's own command cannot go on
-    command = partial(command_to_go_on, given, job_file, run.plan)
+    command = partial(command_to_go_on, given, job_file, plan_file or run.plan)
     if not options.quiet:
         typer.echo(f"starting {len(plan.devices)} workers", err=True)
     try:

@@ -107,14 +107,10 @@ def train_worker(
     with worker_process(plan, options.timeout_s) as device, ExitStack() as stack:
         check_placement(plan, device, options.timeout_s)
         store = dist.distributed_c10d._get_default_store()
-
-        def meet() -> None:
-            with together("agree on the run directory", options.timeout_s):
-                dist.barrier()
-
-        run = agree_on_run(
-            store, dist.get_rank(), meet, lambda: stack.enter_context(open_run(job, plan, options.resume))
-        )
+        with together("open the run directory", options.timeout_s):
+            run = agree_on_run(
+                store, dist.get_rank(), dist.barrier, lambda: stack.enter_context(open_run(job, plan, options.resume))
+            )
         opened(run)
         groups = sync_groups(plan, together=job.updates_together or job.evaluation is not None)
         links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
@@ -375,7 +371,6 @@ class _Training:
             staleness=tuple(of_stage(accounts, index) for index in range(len(self.plan.stages))),
             clocks=tuple(clock for account in accounts for clock in account.clocks),
         )
-        codec.save(self.plan, run.plan)
         sizes = tuple(itertools.chain.from_iterable(part.samples for part in parts))
         beginning, newest_events = beginning_and_newest(events_of(run, accounts))
         codec.save(trace_of("measured", self.plan.worker_names, sizes, newest_events), run.trace)
