@@ -36,7 +36,7 @@ from penstock.runtime.measure import profile_job
 from penstock.runtime.resume import check_run
 from penstock.runtime.scalars import check_tensorboard
 from penstock.runtime.survey import THREADS, survey_cluster
-from penstock.runtime.train import OpenRun, Options, train_worker
+from penstock.runtime.train import Options, train_worker
 from penstock.runtime.verify import Verification, compare, verify_worker
 from penstock.survey import Survey
 
