@@ -63,14 +63,15 @@ def test_a_few_runs_tell_all_of_a_workers_own_time(microbatches: int) -> None:
         now_s += 1.0
         return now_s
 
-    stage, inputs = nearly_nothing(torch.device("cpu"))
+    (stage, inputs), (halved, _) = (nearly_nothing(torch.device("cpu"), in_halves=halves) for halves in (False, True))
     feed = SizeTrial(1, microbatches, inputs, None, lambda: (inputs, None))
-    worker, times = TrialWorker(stage, clock, torch.device("cpu")), StepTimes(microbatches)
+    worker, times = TrialWorker(stage, halved, clock, torch.device("cpu")), StepTimes(microbatches)
     for _ in range(FEWEST_RUNS):
         worker.run(feed, times)
     own = times.own
     assert (own.forward_s, own.backward_s, own.backward_input_s, own.backward_weight_s, own.between_s) == (1.0,) * 5
     assert (times.forward_s, times.backward_s, times.update_s, times.load_s) == (1.0, 1.0, 1.0, 0.0)
+    assert (times.halved_forward_s, times.input_s, times.weight_s) == (1.0,) * 3
     assert times.copy_s == (0.0 if microbatches == 1 else None)
     assert len(stage.losses) == stage.in_flight == 0
 
@@ -83,14 +84,14 @@ def test_loading_is_what_is_between_actions_where_a_microbatch_is_loaded_beyond_
         now_s += 1.0
         return now_s
 
-    stage, inputs = nearly_nothing(torch.device("cpu"))
+    (stage, inputs), (halved, _) = (nearly_nothing(torch.device("cpu"), in_halves=halves) for halves in (False, True))
 
     def load() -> tuple[list[object], None]:
         nonlocal now_s
         now_s += 7.0
         return inputs, None
 
-    worker, times = TrialWorker(stage, clock, torch.device("cpu")), StepTimes(4)
+    worker, times = TrialWorker(stage, halved, clock, torch.device("cpu")), StepTimes(4)
     for _ in range(FEWEST_RUNS):
         worker.run(SizeTrial(1, 4, inputs, None, load), times)
     assert times.load_s == 7.0
@@ -100,7 +101,7 @@ def test_loading_is_what_is_between_actions_where_a_microbatch_is_loaded_beyond_
 def test_forwards_after_an_update_are_told_apart_from_others() -> None:
     """By a clock that moves when the stage computes: an update leaves other things in the caches."""
     now_s, updated = 0.0, False
-    stage, inputs = nearly_nothing(torch.device("cpu"))
+    (stage, inputs), (halved, _) = (nearly_nothing(torch.device("cpu"), in_halves=halves) for halves in (False, True))
     forward, step = stage.forward, stage.weights.step
 
     def slow_forward(*args: Any, **options: Any) -> Any:
@@ -115,7 +116,7 @@ def test_forwards_after_an_update_are_told_apart_from_others() -> None:
         step(*args, **options)
 
     stage.forward, stage.weights.step = slow_forward, slow_step  # type: ignore[method-assign]
-    worker, times = TrialWorker(stage, lambda: now_s, torch.device("cpu")), StepTimes(4)
+    worker, times = TrialWorker(stage, halved, lambda: now_s, torch.device("cpu")), StepTimes(4)
     worker.run(SizeTrial(1, 4, inputs, None, lambda: (inputs, None)), times)
     assert (times.forward_s, times.first_forward_s) == (3.0, 2.0)
     always_after = StepTimes(1)

@@ -47,15 +47,19 @@ Values = dict[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
     forward_s: float
+    backward_s: float
+    halved_forward_s: float
+    """The forward, where the backward is taken in halves."""
     input_s: float
     weight_s: float
-    """These two are the backward, shared out as its halves are."""
-    halving_s: float
-    """What the forward takes more where the backward is taken in halves."""
-    apart_s: float
-    """What the backward takes more in halves."""
+    """The two halves of the backward."""
     cold_s: float = 0.0
     """What the first forward after an update takes more."""
+
+    @property
+    def weight_share(self) -> float:
+        """Of the backward."""
+        return self.weight_s / (self.input_s + self.weight_s) if self.weight_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +174,12 @@ class Timer:
         every = range(len(self.captured.layers))
         section = self.splitter.section(every)
         copies = {name: self.blueprint.copy_of(p, self.device) for name, p in section.parameters.items()}
-        stage = StageModule(section, Weights(copies, self.job.optimizer), self._loss, autocast=self.autocast)
-        worker = TrialWorker(stage, self.clock, self.device, weighted=weighted)
+        weights = Weights(copies, self.job.optimizer)
+        whole, halved = (
+            StageModule(section, weights, self._loss, in_halves=in_halves, autocast=self.autocast)
+            for in_halves in (False, True)
+        )
+        worker = TrialWorker(whole, halved, self.clock, self.device, weighted=weighted)
         leaves = {name: copy.data.requires_grad_(copy.requires_grad) for name, copy in copies.items()}
         sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items() if leaf.requires_grad}
         layers = [_Layer(self, self.splitter.section([index]), leaves) for index in every]
@@ -287,14 +295,12 @@ def _times(
 ) -> LayerTimes:
     joined = _typical_run(whole).less(_typical_run(empty_whole))
     apart = _typical_run(halves).less(_typical_run(empty_halves))
-    halves_s = apart.input_s + apart.weight_s
-    share = apart.weight_s / halves_s if apart.weight_s else 0.0
     return LayerTimes(
         forward_s=joined.forward_s,
-        input_s=joined.input_s * (1 - share),
-        weight_s=joined.input_s * share,
-        halving_s=max(0.0, apart.forward_s - joined.forward_s),
-        apart_s=max(0.0, halves_s - joined.input_s),
+        backward_s=joined.input_s,
+        halved_forward_s=apart.forward_s,
+        input_s=apart.input_s,
+        weight_s=apart.weight_s,
     )
 
 
@@ -304,17 +310,19 @@ def _typical_run(runs: Sequence[_Run]) -> _Run:
 
 def _stretched(layers: Sequence[LayerTimes], step: StepTimes, own: WorkerSeconds) -> list[LayerTimes]:
     """So that they add up to a whole step, but for the worker's own part of it."""
-    forwards_s, backwards_s = sum(t.forward_s for t in layers), sum(t.input_s + t.weight_s for t in layers)
-    forward = max(0.0, step.forward_s - own.forward_s) / forwards_s if forwards_s else 1.0
-    backward = max(0.0, step.backward_s - own.backward_s) / backwards_s if backwards_s else 1.0
+    totals_s = {
+        "forward_s": step.forward_s - own.forward_s,
+        "backward_s": step.backward_s - own.backward_s,
+        "halved_forward_s": step.halved_forward_s - own.forward_s,
+        "input_s": step.input_s - own.backward_input_s,
+        "weight_s": step.weight_s - own.backward_weight_s,
+    }
+    sums_s = {name: sum(getattr(times, name) for times in layers) for name in totals_s}
+    factors = {name: max(0.0, totals_s[name]) / sum_s if sum_s else 1.0 for name, sum_s in sums_s.items()}
     return [
         LayerTimes(
-            forward_s=times.forward_s * forward,
-            input_s=times.input_s * backward,
-            weight_s=times.weight_s * backward,
-            halving_s=times.halving_s * forward,
-            apart_s=times.apart_s * backward,
-            cold_s=step.first_forward_s * times.forward_s / forwards_s if forwards_s else 0.0,
+            **{name: getattr(times, name) * factor for name, factor in factors.items()},
+            cold_s=step.first_forward_s * times.forward_s / sums_s["forward_s"] if sums_s["forward_s"] else 0.0,
         )
         for times in layers
     ]

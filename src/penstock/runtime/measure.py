@@ -236,9 +236,10 @@ class Measurement:
 
     def _time_worker(self) -> None:
         """By itself, for want of room for the whole model beside it."""
-        stage, inputs = nearly_nothing(self.timer.device)
+        stages = [nearly_nothing(self.timer.device, in_halves=halves) for halves in (False, True)]
+        (stage, inputs), (halved, _) = stages
         steps, feed = StepTimes(), replace(self.sizes[0].trial, next_microbatch=lambda: (inputs, None))
-        worker = TrialWorker(stage, self.timer.clock, self.timer.device)
+        worker = TrialWorker(stage, halved, self.timer.clock, self.timer.device)
         for _ in range(STEPS_ALONE):
             worker.run(feed, steps)
         self.own = steps.own
@@ -339,10 +340,10 @@ class Measurement:
             rows.append(
                 LayerSeconds(
                     forward_s=times.forward_s,
-                    backward_input_s=times.input_s,
-                    backward_weight_s=times.weight_s,
-                    halving_s=times.halving_s,
-                    apart_s=times.apart_s,
+                    backward_input_s=times.backward_s * (1 - times.weight_share),
+                    backward_weight_s=times.backward_s * times.weight_share,
+                    halving_s=max(0.0, times.halved_forward_s - times.forward_s),
+                    apart_s=max(0.0, times.input_s + times.weight_s - times.backward_s),
                     cold_s=times.cold_s,
                     update_s=sum(updates.update_s.get(name, 0.0) for name in own),
                     copy_s=sum(updates.copy_s.get(name, 0.0) for name in own),

@@ -59,6 +59,11 @@ class StepTimes:
     """Backwards of the first microbatch of a minibatch."""
     adding_s: list[float] = field(default_factory=list)
     """Backwards that add their gradients to those before."""
+    halved_forwards_s: list[float] = field(default_factory=list)
+    """Forwards, where the backward is taken in halves."""
+    inputs_s: list[float] = field(default_factory=list)
+    weights_s: list[float] = field(default_factory=list)
+    """The two halves of backwards."""
     updates_s: list[float] = field(default_factory=list)
     stashed_s: list[float] = field(default_factory=list)
     """Updates beside a microbatch in flight, which keeps the weights as they were."""
@@ -85,6 +90,18 @@ class StepTimes:
             return typical(self.backwards_s)
         adding = 1 - 1 / self.microbatches
         return (1 - adding) * typical(self.backwards_s) + adding * typical(self.adding_s)
+
+    @property
+    def halved_forward_s(self) -> float:
+        return typical(self.halved_forwards_s)
+
+    @property
+    def input_s(self) -> float:
+        return typical(self.inputs_s)
+
+    @property
+    def weight_s(self) -> float:
+        return typical(self.weights_s)
 
     @property
     def update_s(self) -> float:
@@ -135,10 +152,11 @@ class _EmptyStage:
             forward_s = seconds(lambda: self.module.forward(0, self.inputs, {}, None))
             if not self.in_halves:
                 times.empty_s[kind].append(forward_s)
-        elif kind is Kind.BACKWARD and self.in_halves:
+        elif kind is Kind.INPUT:
             first = lambda: self.module.backward_input(0, {}, loss_weight=1.0, scale=1.0)  # noqa: E731
-            times.empty_s[Kind.INPUT].append(seconds(first))
-            times.empty_s[Kind.WEIGHT].append(seconds(lambda: self.module.backward_weight(0)))
+            times.empty_s[kind].append(seconds(first))
+        elif kind is Kind.WEIGHT:
+            times.empty_s[kind].append(seconds(lambda: self.module.backward_weight(0)))
         elif kind is Kind.BACKWARD:
             whole = lambda: self.module.backward(0, {}, loss_weight=1.0, scale=1.0)  # noqa: E731
             times.empty_s[kind].append(seconds(whole))
@@ -164,18 +182,24 @@ def nearly_nothing(device: torch.device, *, in_halves: bool = False) -> tuple[St
 class TrialWorker:
     """Takes whole steps as training does, and times them."""
 
-    def __init__(self, stage: StageModule, clock: Clock, device: torch.device, *, weighted: bool = False) -> None:
-        self.stage, self.clock, self.device = stage, clock, device
+    def __init__(
+        self, stage: StageModule, halved: StageModule, clock: Clock, device: torch.device, *, weighted: bool = False
+    ) -> None:
+        """``halved`` is the same stage with the same weights, whose backwards can be taken in halves."""
+        self.stages, self.clock, self.device, self.weighted = (stage, halved), clock, device, weighted
+        self._workers = tuple(map(self._worker, self.stages))
         self._turns = (*(_EmptyStage(device, in_halves=halves) for halves in (False, True)), None)
+
+    def _worker(self, stage: StageModule) -> Worker:
         transport = LocalTransport(0, LocalExchange())
-        self._worker = Worker(
+        return Worker(
             rank=0,
             stages={0: OwnStage(index=0, module=stage, sends_to={}, receives_from={})},
-            mailbox=Mailbox(ALONE, {}, transport=transport, device=device, timeout_s=NO_DEADLINE_S),
+            mailbox=Mailbox(ALONE, {}, transport=transport, device=self.device, timeout_s=NO_DEADLINE_S),
             sync=GradientSync({}, sync_policy("all-reduce"), transport=transport, timeout_s=NO_DEADLINE_S),
-            clock=clock,
-            device=device,
-            weighted=weighted,
+            clock=self.clock,
+            device=self.device,
+            weighted=self.weighted,
         )
 
     def run(self, feed: Feed, times: StepTimes) -> None:
@@ -184,30 +208,35 @@ class TrialWorker:
             one each    F0 B0 STEP F1 B1 STEP           the first update is beside a microbatch in flight
             two each    F0 B0 F1 B1 STEP F2 B2 F3 B3 STEP
 
-        The first forward is not counted: what came before it is no part of training. In turn, a stage that computes
-        next to nothing has its turn after each action, by whole backwards or by halves, or nobody has, and what is
-        between actions counts.
+        The first forward is not counted: what came before it is no part of training. A third of the runs take backwards
+        in halves. In a third nothing comes between the actions, and what is between them counts. In the others a stage
+        that computes next to nothing has its turn after each action.
         """
         held: list[Version] = []
         each = min(times.microbatches, 2)
         empty = self._turns[times.runs % FEWEST_RUNS]
         times.runs += 1
+        in_halves = empty is not None and empty.in_halves
+        stage, worker = self.stages[in_halves], self._workers[in_halves]
 
         def after(action: Action) -> None:
             if empty is not None:
                 empty.take(action.kind, self._seconds, times)
             if action.kind is Kind.STEP:
-                self.stage.losses.clear()
+                stage.losses.clear()
                 if held:
-                    self.stage.weights.release(held.pop())
+                    stage.weights.release(held.pop())
             elif each == 1 and action == Action(0, Kind.BACKWARD, 0):
-                held.append(self.stage.weights.acquire())
+                held.append(stage.weights.acquire())
 
-        self._worker.on_action, self._worker.events = after, EventLog()
-        schedule = build_schedule("1f1b", ALONE, (each, each))
-        self._worker.run(Segment(schedule=schedule, samples=(1,) * (2 * each), feed=feed))
+        worker.on_action, worker.events = after, EventLog()
+        schedule = build_schedule("zb-h1" if in_halves else "1f1b", ALONE, (each, each))
+        worker.run(Segment(schedule=schedule, samples=(1,) * (2 * each), feed=feed))
         last_s: float | None = None
-        for action, start_s, end_s in self._worker.events:
+        for action, start_s, end_s in worker.events:
+            if in_halves:
+                self._halves_list_for(action, each, times).append(end_s - start_s)
+                continue
             self._list_for(action, each, times).append(end_s - start_s)
             if last_s is not None and empty is None:
                 (times.loading_s if action.kind is Kind.FORWARD else times.between_s).append(start_s - last_s)
@@ -223,6 +252,15 @@ class TrialWorker:
         if action.index == 0:
             return []
         return times.cold_s if each > 1 and action.index % each == 0 else times.forwards_s
+
+    @staticmethod
+    def _halves_list_for(action: Action, each: int, times: StepTimes) -> list[float]:
+        if action.kind is Kind.INPUT:
+            return times.inputs_s
+        if action.kind is Kind.WEIGHT:
+            return times.weights_s
+        counts = action.kind is Kind.FORWARD and action.index > 0 and (each == 1 or action.index % each != 0)
+        return times.halved_forwards_s if counts else []
 
     def _seconds(self, compute: Callable[[], Any]) -> float:
         start_s = self.clock()
