@@ -36,7 +36,7 @@ from penstock.survey import (
     group_hosts,
     make_trials,
 )
-from penstock.survey.fit import LEAST_LATENCY_S, fit_handling
+from penstock.survey.fit import LEAST_LATENCY_S, MOST_BYTES_PER_S, fit_handling
 from penstock.survey.hosts import even_speeds, level_sizes, make_devices
 from penstock.survey.trials import few_pairs
 
@@ -62,6 +62,10 @@ def hosts_of(sizes: Sequence[int]) -> tuple[Host, ...]:
 
 
 # --- the fit ---
+
+
+def test_a_link_whose_bytes_do_not_show_has_a_bandwidth_that_a_link_can_have() -> None:
+    assert fit_link([Sample(message(size), 1e-6) for size in SIZES]).bytes_per_s == pytest.approx(MOST_BYTES_PER_S)
 
 
 @law

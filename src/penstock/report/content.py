@@ -101,9 +101,13 @@ def _timelines(outcome: Outcome) -> list[dict[str, Any]]:
     measured, measured_gap = _drawable(outcome.measured_events, _gap(outcome))
     simulated, simulated_gap = _drawable(outcome.simulated.events)
     steady = steady_microbatch(_begins_s(measured), _begins_s(simulated), outcome.plan.microbatches)
+    stages_of = outcome.plan.pipeline.stages_of
+    rows = sorted(
+        range(len(stages_of)), key=stages_of.__getitem__
+    )  # workers are numbered by host, pipelines read by stage
     return [
-        _timeline(outcome.measured, measured, measured_gap, steady),
-        _timeline(outcome.simulated, simulated, simulated_gap, steady),
+        _timeline(outcome.measured, measured, measured_gap, steady, rows),
+        _timeline(outcome.simulated, simulated, simulated_gap, steady, rows),
     ]
 
 
@@ -135,8 +139,10 @@ def _drawable(events: Sequence[Event], gap: Gap | None = None) -> tuple[Sequence
     return (*first, *last), (max(event.end_s for event in first), last[0].start_s)
 
 
-def _timeline(trace: Trace, events: Sequence[Event], gap: Gap | None, steady: int | None) -> dict[str, Any]:
-    """The events by worker."""
+def _timeline(
+    trace: Trace, events: Sequence[Event], gap: Gap | None, steady: int | None, rows: Sequence[int]
+) -> dict[str, Any]:
+    """The events by worker, in the order of ``rows``."""
     by_worker: list[list[Event]] = [[] for _ in trace.workers]
     for event in events:
         by_worker[event.worker].append(event)
@@ -146,10 +152,7 @@ def _timeline(trace: Trace, events: Sequence[Event], gap: Gap | None, steady: in
         "origin_s": origin_s,
         "gap_s": [at_s - origin_s for at_s in gap] if gap else None,
         "steady": None if steady is None else {"microbatch": steady, "at_s": _begins_s(events)[steady] - origin_s},
-        "workers": [
-            {"name": name, **_packed(of_worker, origin_s)}
-            for name, of_worker in zip(trace.workers, by_worker, strict=True)
-        ],
+        "workers": [{"name": trace.workers[row], **_packed(by_worker[row], origin_s)} for row in rows],
     }
 
 

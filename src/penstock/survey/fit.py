@@ -12,6 +12,8 @@ from penstock.cost import Traffic
 
 LEAST_LATENCY_S = 1e-6
 """No transport of torch is quicker; a fit that finds less has found that latency does not show."""
+MOST_BYTES_PER_S = 1e13
+"""No link is faster; a fit that finds more has found that bytes do not show."""
 OUTLIER = np.log(1.5)
 """A time that is off by more than this factor pulls no harder than one that is off by this factor."""
 
@@ -42,7 +44,7 @@ def fit_link(samples: Sequence[Sample]) -> Level:
         normal = (slope * weight) @ slope.T + 1e-9 * np.eye(2)  # sizes that tell the two apart may be missing
         step = np.clip(np.linalg.solve(normal, (slope * weight) @ residual), -1.0, 1.0)
         latency = max(latency + float(step[0]), float(np.log(LEAST_LATENCY_S)))
-        per_byte += float(step[1])
+        per_byte = max(per_byte + float(step[1]), -float(np.log(MOST_BYTES_PER_S)))
     return Level(size=1, bytes_per_s=float(np.exp(-per_byte)), latency_s=float(np.exp(latency)))
 
 
