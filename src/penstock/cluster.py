@@ -163,7 +163,7 @@ class Cluster:
         return self.links[self.span((first, second))]
 
     def slowest_link(self, devices: Sequence[int]) -> Level:
-        """What a ring through these devices must cross."""
+        """The outermost level between any two of these devices, whose links a ring all-reduce among them must cross."""
         return self.links[self.span(devices)]
 
     def carries(self, devices: Sequence[int]) -> bool:

@@ -326,7 +326,8 @@ class PlanCosts:
         return forward_s, self.model.backward_s(layers, device, recompute=again, halves=kind.halves)
 
     def minibatch_s(self) -> float:
-        """A minibatch's microbatches at the bottleneck's pace, and what it takes to fill a synchronous pipeline."""
+        """Seconds of a minibatch: all its microbatches at the pace of the bottleneck and, under a synchronous
+        schedule, the time to fill the pipeline."""
         fill_s = 0.0 if self.plan.is_asynchronous else self.fill_s()
         return self.plan.microbatches * self.bottleneck_s() + fill_s
 

@@ -62,9 +62,9 @@ class Moment:
     samples: int
     """finished so far"""
     loss: float | None
-    """a mean over the newest microbatches"""
+    """The mean loss of the newest microbatches; None where no worker has reported one."""
     busy: tuple[float, ...]
-    """of each worker, the share of the time that it computed, lately"""
+    """For each worker, the share of the time since the last moment in which it computed."""
     memory_bytes: tuple[int | None, ...]
     """of each worker, the most that it was seen to hold since the moment before; None where that cannot be measured"""
     done: tuple[str, ...]

@@ -43,7 +43,7 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def show_bits_per_s(bytes_per_s: float) -> str:
-    """As networks are sold: 200 Mbit/s."""
+    """A rate in bits, the unit in which networks are sold: 25e6 bytes/s is "200 Mbit/s"."""
     unit, size = ("Gbit/s", 1e9) if 8 * bytes_per_s >= _ROUNDS_UP * 1e9 else ("Mbit/s", 1e6)
     return f"{8 * bytes_per_s / size:.3g} {unit}"
 

@@ -235,7 +235,7 @@ def plan(
 
 
 def _named_or_read(schedule: str) -> tuple[str, tuple[str, ...]]:
-    """The name of a schedule, and the lines of the file if it is one."""
+    """What --schedule names, as (name, lines). A known name has no lines; a file is "custom" and has its lines."""
     if schedule in FAMILIES or not Path(schedule).is_file():
         return schedule, ()
     return "custom", tuple(codec.read_text(Path(schedule)).splitlines())

@@ -149,7 +149,7 @@ class Player:
             self._advance(runnable.pop())
 
     def _advance(self, worker: int) -> None:
-        """Up to where something is missing, or all is done."""
+        """Play the actions of a worker until one must wait for a message or an all-reduce, or the program ends."""
         program, tasks, pace = self.schedule.programs[worker], self._tasks[worker], self._paces[worker]
         desk, updated = self._desks[worker], self._updated[worker]
         starts_s, ends_s, free_s = self._starts_s[worker], self._ends_s[worker], self._free_s[worker]
