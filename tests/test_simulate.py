@@ -24,12 +24,13 @@ from builders import (
 )
 from penstock import codec
 from penstock.cluster import Cluster, Device, Level
+from penstock.cost import Caches, Cold
 from penstock.errors import ClusterError, ScheduleError
 from penstock.graph import Layer, LayerGraph, Parameter, Value
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.profile import Profile, WorkerSeconds
-from penstock.schedule import Kind, check, dependencies, depths_with_slack, family, planned_depth
+from penstock.schedule import Action, Kind, check, dependencies, depths_with_slack, family, planned_depth
 from penstock.schedule.builders import position_on
 from penstock.simulate import CALM, Conditions, Episode, Stragglers, parse_conditions, play, simulate
 from penstock.simulate.play import Player
@@ -533,3 +534,40 @@ def test_the_first_forward_after_an_update_takes_longer_than_others() -> None:
     plan = plan_of(profile, flat_cluster(1), [[0]], schedule="gpipe", microbatches=2)
     seconds = {str(event.action): event.end_s - event.start_s for event in simulate(plan, 2).events}
     assert [seconds[each] for each in ("0F0", "0F1", "0F2", "0F3")] == pytest.approx([1.0, 1.0, 1.5, 1.0])
+
+
+def test_an_action_takes_longer_after_one_of_another_kind() -> None:
+    base = chain_profile([1.0], batch_size=2)
+    rows = tuple(replace(row, forward_switch_s=0.25, backward_switch_s=0.5) for row in base.seconds["cpu"])
+    shapes = {"gpipe": [(0.25, 0.5), (0.0, 0.0)], "1f1b": [(0.25, 0.5), (0.25, 0.5)]}
+    for schedule, longer in shapes.items():
+        plan = plan_of(base, flat_cluster(1), [[0]], schedule=schedule, microbatches=2)
+        switching = replace(plan, profile=replace(base, seconds={"cpu": rows}))
+        without, found = (
+            {str(event.action): event.end_s - event.start_s for event in simulate(each, 2).events}
+            for each in (plan, switching)
+        )
+        for microbatch, (forward_s, backward_s) in enumerate(longer):
+            assert found[f"0F{microbatch}"] - without[f"0F{microbatch}"] == pytest.approx(forward_s)
+            assert found[f"0B{microbatch}"] - without[f"0B{microbatch}"] == pytest.approx(backward_s)
+        assert found["0STEP0"] == pytest.approx(without["0STEP0"])
+
+
+def test_a_stage_takes_longer_after_another_stage_of_its_worker() -> None:
+    """Two stages on one worker. A second half of a backward takes as long after anything."""
+    caches = Caches({0: Cold(3.0, 1.0, 2.0), 1: Cold(6.0, 4.0, 5.0)})
+    actions = "0F0 1F0 1F1 1B0 1B1 0B0 0I1 0W1 0STEP0 1STEP0 0F2 1F2 0F3".split()
+    found = [caches.extra_s(action.stage, action.kind) for action in map(Action.parse, actions)]
+    assert found == [1.0, 4.0, 0.0, 5.0, 0.0, 2.0, 2.0, 0.0, 0.0, 0.0, 3.0, 6.0, 1.0]
+
+
+@pytest.mark.parametrize(("stages", "extra_s"), [([[0, 1, 2, 3]], 4.0), ([[0, 1, 2], [3]], 1.5), ([[0, 1], [2, 3]], 0.0)])
+def test_a_worker_with_more_than_half_of_a_model_finds_less_of_it_in_its_caches(
+    stages: list[list[int]], extra_s: float
+) -> None:
+    base = chain_profile([1.0] * 4, batch_size=1)
+    rows = tuple(replace(row, crowded_s=1.0) for row in base.seconds["cpu"])
+    plan = plan_of(base, flat_cluster(len(stages)), stages)
+    crowded = replace(plan, profile=replace(base, seconds={"cpu": rows}))
+    without_s, found_s = (PlanCosts(each).seconds_of(0, 0)[Kind.FORWARD] for each in (plan, crowded))
+    assert found_s - without_s == pytest.approx(extra_s)

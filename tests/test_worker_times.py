@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from builders import law
 from penstock.runtime.layer_times import SizeTrial
 from penstock.runtime.worker_times import (
-    FEWEST_RUNS,
+    NOTHING_SENT,
     StepTimes,
     TrialWorker,
     UpdateCosts,
@@ -53,6 +53,13 @@ def test_typical_seconds_are_the_mean_of_the_middle_half() -> None:
     assert typical([5.0]) == 5.0
 
 
+def take_all_turns(worker: TrialWorker, feed: SizeTrial, times: StepTimes) -> None:
+    """Plain steps, and beside an empty stage, by whole backwards and by halves."""
+    worker.run(feed, times, NOTHING_SENT)
+    for in_halves in (False, True):
+        worker.run(feed, times, NOTHING_SENT, in_halves=in_halves, beside=True)
+
+
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_a_few_runs_tell_all_of_a_workers_own_time(microbatches: int) -> None:
     """By a clock on which everything takes a second."""
@@ -66,8 +73,7 @@ def test_a_few_runs_tell_all_of_a_workers_own_time(microbatches: int) -> None:
     (stage, inputs), (halved, _) = (nearly_nothing(torch.device("cpu"), in_halves=halves) for halves in (False, True))
     feed = SizeTrial(1, microbatches, inputs, None, lambda: (inputs, None))
     worker, times = TrialWorker(stage, halved, clock, torch.device("cpu")), StepTimes(microbatches)
-    for _ in range(FEWEST_RUNS):
-        worker.run(feed, times)
+    take_all_turns(worker, feed, times)
     own = times.own
     assert (own.forward_s, own.backward_s, own.backward_input_s, own.backward_weight_s, own.between_s) == (1.0,) * 5
     assert (times.forward_s, times.backward_s, times.update_s, times.load_s) == (1.0, 1.0, 1.0, 0.0)
@@ -92,33 +98,39 @@ def test_loading_is_what_is_between_actions_where_a_microbatch_is_loaded_beyond_
         return inputs, None
 
     worker, times = TrialWorker(stage, halved, clock, torch.device("cpu")), StepTimes(4)
-    for _ in range(FEWEST_RUNS):
-        worker.run(SizeTrial(1, 4, inputs, None, load), times)
+    take_all_turns(worker, SizeTrial(1, 4, inputs, None, load), times)
     assert times.load_s == 7.0
     assert times.own.between_s == 1.0
 
 
-def test_forwards_after_an_update_are_told_apart_from_others() -> None:
-    """By a clock that moves when the stage computes: an update leaves other things in the caches."""
-    now_s, updated = 0.0, False
+def test_actions_are_told_apart_by_the_action_before_them() -> None:
+    """By a clock that moves when the stage computes. What came before has left other things in the caches: found on a
+    mixture of experts, whose forwards take a fifth more after a backward than after a forward."""
+    now_s, last = 0.0, "nothing"
     (stage, inputs), (halved, _) = (nearly_nothing(torch.device("cpu"), in_halves=halves) for halves in (False, True))
-    forward, step = stage.forward, stage.weights.step
+    seconds = {
+        "forward": {"forward": 3.0, "backward": 4.0, "step": 6.0, "nothing": 99.0},
+        "backward": {"backward": 5.0, "forward": 7.0},
+        "step": {"backward": 2.0},
+    }
 
-    def slow_forward(*args: Any, **options: Any) -> Any:
-        nonlocal now_s, updated
-        now_s += 5.0 if updated else 3.0
-        updated = False
-        return forward(*args, **options)
+    def taking(name: str, compute: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal now_s, last
+            now_s += seconds[name][last]
+            last = name
+            return compute(*args, **options)
 
-    def slow_step(*args: Any, **options: Any) -> None:
-        nonlocal updated
-        updated = True
-        step(*args, **options)
+        return call
 
-    stage.forward, stage.weights.step = slow_forward, slow_step  # type: ignore[method-assign]
+    stage.forward = taking("forward", stage.forward)  # type: ignore[method-assign]
+    stage.backward = taking("backward", stage.backward)  # type: ignore[method-assign]
+    stage.weights.step = taking("step", stage.weights.step)  # type: ignore[method-assign]
     worker, times = TrialWorker(stage, halved, lambda: now_s, torch.device("cpu")), StepTimes(4)
     worker.run(SizeTrial(1, 4, inputs, None, lambda: (inputs, None)), times)
-    assert (times.forward_s, times.first_forward_s) == (3.0, 2.0)
-    always_after = StepTimes(1)
+    assert (times.forward_s, times.forward_switch_s, times.first_forward_s) == (3.0, 1.0, 3.0)
+    assert (times.backward_s, times.backward_switch_s) == (5.0, 2.0)
+    last, always_after = "nothing", StepTimes(1)
     worker.run(SizeTrial(1, 1, inputs, None, lambda: (inputs, None)), always_after)
-    assert (always_after.forward_s, always_after.first_forward_s) == (5.0, 0.0)
+    assert (always_after.forward_s, always_after.forward_switch_s, always_after.first_forward_s) == (6.0, 0.0, 0.0)
+    assert (always_after.backward_s, always_after.backward_switch_s) == (7.0, 0.0)

@@ -15,7 +15,7 @@ from penstock.compression import COMPRESSIONS
 from penstock.graph import Value
 from penstock.plan import Stage
 from penstock.profile import LayerSeconds, Profile, SizeCosts, WorkerSeconds
-from penstock.schedule import Family
+from penstock.schedule import Family, Kind
 
 MOST_SHARES = 4
 """A replica takes at most so many microbatches of a round: longer rounds update less often."""
@@ -27,6 +27,48 @@ Array = np.ndarray[Any, Any]
 Sends = Mapping[int, str]
 """How the values that a layer makes travel, where not as they are."""
 EXACT: Sends = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """What actions of a stage take more because of the action before them on the same worker, which left other code and
+    data in the caches."""
+
+    after_update_s: float
+    """The first forward after an update of the stage."""
+    forward_s: float
+    """A forward after anything but a forward of the same stage."""
+    backward_s: float
+    """A backward, or the first half of one, after anything but another of the same stage."""
+
+    def __bool__(self) -> bool:
+        return max(self.after_update_s, self.forward_s, self.backward_s) > 0
+
+
+class Caches:
+    """Follows the actions of a worker to tell what each takes more because of the one before it."""
+
+    def __init__(self, cold: Mapping[int, Cold]) -> None:
+        """``cold`` has an entry for each stage of the worker."""
+        self._cold = cold
+        self._last: tuple[int, Kind] | None = None
+        self._updated: set[int] = set()
+        """Stages that have had no forward since their last update."""
+
+    def extra_s(self, stage: int, kind: Kind) -> float:
+        """Of the worker's next action."""
+        action = stage, kind
+        before, self._last = self._last, action
+        if kind is Kind.STEP:
+            self._updated.add(stage)
+        elif kind is Kind.FORWARD:
+            if stage in self._updated:
+                self._updated.remove(stage)
+                return self._cold[stage].after_update_s
+            return 0.0 if before == action else self._cold[stage].forward_s
+        elif kind is not Kind.WEIGHT and before != action:
+            return self._cold[stage].backward_s
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +150,24 @@ class CostModel:
         """With ``halves``, where the two halves of the backward will be taken apart."""
         return self._sum_s(layers, device, ("halved_forward_s" if halves else "forward_s",))
 
-    def cold_s(self, layers: Collection[int], device: int) -> float:
-        """What the first forward after an update takes more."""
-        return self._sum_s(layers, device, ("cold_s",))
+    def cold_s(self, layers: Collection[int], device: int) -> Cold:
+        """What actions of a stage take more because of the action before them."""
+        fields = ("cold_s", "forward_switch_s", "backward_switch_s")
+        return Cold(*(self._sum_s(layers, device, (each,)) for each in fields))
+
+    def crowded_s(self, layers: Collection[int], device: int, *, beside: Collection[int]) -> float:
+        """What a microbatch takes more in some layers of a worker that has all of ``beside``.
+
+        Halves of a model were measured, and all of it; what lies between is on a line. A smaller part than a half is no
+        faster for its size than a half.
+        """
+        share = self._share(beside, device)
+        return max(0.0, 2 * share - 1) * self._sum_s(layers, device, ("crowded_s",))
+
+    def _share(self, layers: Collection[int], device: int) -> float:
+        """Of the forward of all layers."""
+        all_s = self._sum_s(self._row.keys(), device, ("forward_s",))
+        return self._sum_s(layers, device, ("forward_s",)) / all_s if all_s else 0.0
 
     def backward_s(
         self, layers: Collection[int], device: int, *, recompute: bool = False, halves: bool = False

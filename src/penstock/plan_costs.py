@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.cost import CostModel, Memory, Traffic, in_buckets, message, pace, stashes_weights
+from penstock.cost import Caches, CostModel, Memory, Traffic, in_buckets, message, pace, stashes_weights
 from penstock.graph import Value
 from penstock.plan import Plan, Stage
 from penstock.schedule import Action, Kind, family
@@ -40,8 +40,10 @@ class PlanCosts:
         stashed = stashes_weights(self.plan.is_asynchronous, stage.in_flight)
         halves, again = self.plan.takes_halves, stage.recompute
         own, speed = self.model.worker_seconds(device), self.plan.cluster.devices[device].speed
+        beside = {layer for each in self.plan.stages if each.devices == stage.devices for layer in each.layers}
+        crowded_s = self.model.crowded_s(stage.layers, device, beside=beside)
         layers_s = {
-            Kind.FORWARD: self.model.forward_s(stage.layers, device, halves=halves),
+            Kind.FORWARD: self.model.forward_s(stage.layers, device, halves=halves) + crowded_s,
             Kind.BACKWARD: self.model.backward_s(stage.layers, device, recompute=again, halves=halves),
             Kind.INPUT: self.model.backward_input_s(stage.layers, device, recompute=again, halves=halves),
             Kind.WEIGHT: self.model.backward_weight_s(stage.layers, device, halves=halves),
@@ -66,9 +68,11 @@ class PlanCosts:
         """A worker's own time before it computes an action: bookkeeping, and loading what the stage reads itself."""
         return self._before[stage, worker][kind]
 
-    def cold_s(self, stage: int, worker: int) -> float:
-        """What the first forward of a stage after its update takes more."""
-        return self.model.cold_s(self.plan.stages[stage].layers, self.plan.devices[worker])
+    def caches(self, worker: int) -> Caches | None:
+        """Tells what the actions of a worker take more because of those before them; None if nothing ever does."""
+        device, stages = self.plan.devices[worker], self.plan.pipeline.stages_of[worker]
+        cold = {stage: self.model.cold_s(self.plan.stages[stage].layers, device) for stage in stages}
+        return Caches(cold) if any(cold.values()) else None
 
     def compute_s(self, action: Action, worker: int) -> float:
         return self.seconds_of(action.stage, worker)[action.kind]

@@ -37,6 +37,12 @@ class LayerSeconds:
     """What the two halves of the backward take more when they are taken apart."""
     cold_s: float = 0.0
     """What the first forward after an update takes more, since the update has filled the caches with other things."""
+    forward_switch_s: float = 0.0
+    """What a forward takes more after an action of another kind or stage than after a forward of the same stage."""
+    backward_switch_s: float = 0.0
+    """What a backward takes more after an action of another kind or stage than after a backward of the same stage."""
+    crowded_s: float = 0.0
+    """What a microbatch takes more on a worker that has all layers: its caches hold less of each."""
     update_s: float = 0.0
     copy_s: float = 0.0
     """of its weights, where an update must leave a version in flight as it is"""
@@ -88,7 +94,17 @@ class WorkerSeconds:
 
 
 NO_TIME = WorkerSeconds()
-BY_SIZE = ("forward_s", "backward_input_s", "backward_weight_s", "halving_s", "apart_s", "cold_s")
+BY_SIZE = (
+    "forward_s",
+    "backward_input_s",
+    "backward_weight_s",
+    "halving_s",
+    "apart_s",
+    "cold_s",
+    "forward_switch_s",
+    "backward_switch_s",
+    "crowded_s",
+)
 """The fields of ``LayerSeconds`` that depend on the microbatch size."""
 
 

@@ -6,12 +6,13 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.cost import BUCKET_BYTES
+from penstock.cost import BUCKET_BYTES, Caches
 from penstock.errors import PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
@@ -152,9 +153,10 @@ class _Emulation:
     def _worker(self, rank: int) -> Worker:
         inner = LocalTransport(rank, self.exchange)
         transport = EmulatedTransport(inner, self.plan.devices, self.network, self.shrink, self.clock)
+        caches = self.costs.caches(rank)
         return Worker(
             rank=rank,
-            stages={index: self._stage(index, rank) for index in self.plan.pipeline.stages_of[rank]},
+            stages={index: self._stage(index, rank, caches) for index in self.plan.pipeline.stages_of[rank]},
             mailbox=Mailbox(
                 self.plan.pipeline,
                 {edge: len(names) for edge, names in self.edges.items()},
@@ -175,13 +177,17 @@ class _Emulation:
             device=CPU,
         )
 
-    def _stage(self, index: int, rank: int) -> OwnStage:
+    def _stage(self, index: int, rank: int, caches: Caches | None) -> OwnStage:
         layers, graph = self.plan.stages[index].layers, self.plan.profile.graph
         kinds: list[Kind] = [kind for kind in Kind if kind is not Kind.SYNC]
-        seconds = {  # an emulated worker has no data to load, and takes no emulated time between actions
+        always_s = {  # an emulated worker has no data to load, and takes no emulated time between actions
             kind: self.costs.before_s(index, rank, kind) + self.costs.compute_s(Action(index, kind, 0), rank)
             for kind in kinds
         }
+
+        def seconds(kind: Kind) -> float:
+            return always_s[kind] + (0.0 if caches is None else caches.extra_s(index, kind))
+
         parameters = {
             parameter.name: nn.Parameter(shrunk(parameter.num_bytes, self.shrink))
             for parameter in graph.parameters_of(layers)
@@ -193,11 +199,10 @@ class _Emulation:
             for name in names
         }
         module = EmulatedStage(
-            EmulatedWeights(parameters, seconds[Kind.STEP], self.clock, self.costs.own_average_s(index)),
+            EmulatedWeights(parameters, partial(seconds, Kind.STEP), self.clock, self.costs.own_average_s(index)),
             seconds,
             makes=makes,
             finals=self.costs.finals(index),
-            cold_s=self.costs.cold_s(index, rank),
             clock=self.clock,
         )
         return OwnStage(index=index, module=module, sends_to=sends_to, receives_from=receives_from)

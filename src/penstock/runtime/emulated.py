@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,13 +65,17 @@ class EmulatedWeights(Weights):
     """Real ones, of which an update takes the profile's seconds."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], update_s: float, clock: DilatedClock, average_s: float = 0.0
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        update_s: Callable[[], float],
+        clock: DilatedClock,
+        average_s: float = 0.0,
     ) -> None:
         super().__init__(parameters, lambda named: torch.optim.SGD(named, lr=0.0))
         self.average_s, self._update_s, self._clock = average_s, update_s, clock
 
     def step(self, count: int = 0, *, keep: bool = False, rate: float = 1.0) -> None:
-        with self._clock.lasting(self._update_s):
+        with self._clock.lasting(self._update_s()):
             super().step(count, keep=keep, rate=rate)
 
 
@@ -101,15 +105,14 @@ class EmulatedStage(StageModule):
     def __init__(
         self,
         weights: EmulatedWeights,
-        seconds: Mapping[Kind, float],
+        seconds: Callable[[Kind], float],
         *,
         makes: Mapping[str, Tensor],
         finals: Sequence[tuple[str, float]],
-        cold_s: float,
         clock: DilatedClock,
     ) -> None:
-        """``finals`` are the parameters as a backward finds their gradients, and how much of it has passed then.
-        The first forward after an update takes ``cold_s`` more."""
+        """``seconds`` is asked once for every action. ``finals`` are the parameters as a backward finds their
+        gradients, and how much of it has passed then."""
         section = Section(
             module=fx.GraphModule(nn.Module(), fx.Graph()),
             reads=(),
@@ -122,7 +125,6 @@ class EmulatedStage(StageModule):
         )
         super().__init__(section, weights, lambda output, target: torch.zeros(()))
         self._seconds, self._makes, self._finals, self._clock = seconds, makes, finals, clock
-        self._cold_s, self._warm_version = cold_s, weights.version
         self._kept: dict[int, _Kept] = {}
 
     @property
@@ -140,8 +142,7 @@ class EmulatedStage(StageModule):
         *,
         key: int = 0,
     ) -> dict[str, Tensor]:
-        cold_s, self._warm_version = self._cold_s * (self.weights.version > self._warm_version), self.weights.version
-        with self._clock.lasting(self._seconds[Kind.FORWARD] + cold_s):
+        with self._clock.lasting(self._seconds(Kind.FORWARD)):
             self._kept[microbatch] = _Kept(self.weights.acquire(version_number, staleness), received)
             return dict(self._makes)
 
@@ -155,7 +156,7 @@ class EmulatedStage(StageModule):
         round_number: int | None = None,
     ) -> dict[str, Tensor | None]:
         found = self._gradients_of_inputs(microbatch, round_number)
-        self._find_gradients(microbatch, self._seconds[Kind.BACKWARD])
+        self._find_gradients(microbatch, self._seconds(Kind.BACKWARD))
         return found
 
     def backward_input(
@@ -167,11 +168,11 @@ class EmulatedStage(StageModule):
         scale: float,
         round_number: int | None = None,
     ) -> dict[str, Tensor | None]:
-        with self._clock.lasting(self._seconds[Kind.INPUT]):
+        with self._clock.lasting(self._seconds(Kind.INPUT)):
             return self._gradients_of_inputs(microbatch, round_number)
 
     def backward_weight(self, microbatch: int) -> None:
-        self._find_gradients(microbatch, self._seconds[Kind.WEIGHT])
+        self._find_gradients(microbatch, self._seconds(Kind.WEIGHT))
 
     def _gradients_of_inputs(self, microbatch: int, round_number: int | None) -> dict[str, Tensor | None]:
         kept = self._kept[microbatch]

@@ -11,11 +11,11 @@ A model without values has them one layer at a time, so its layers are timed one
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,22 @@ from penstock.runtime.blueprint import Blueprint
 from penstock.runtime.capture import Captured
 from penstock.runtime.deferred import Deferring, PutOff
 from penstock.runtime.losses import WeightedLoss, loss_of
+from penstock.runtime.part_times import (
+    LARGEST_BYTES,
+    LayerTimes,
+    Part,
+    PartedSteps,
+    divided,
+    places_to_cut,
+    scaled_to_steps,
+)
 from penstock.runtime.precision import Autocast
 from penstock.runtime.randomness import drawing
 from penstock.runtime.split import Section, Splitter
 from penstock.runtime.stage import StageModule
 from penstock.runtime.weights import Weights
 from penstock.runtime.worker import Clock
-from penstock.runtime.worker_times import FEWEST_RUNS, StepTimes, TrialWorker, empty_section, typical
+from penstock.runtime.worker_times import SameMessages, StepTimes, TrialWorker, empty_section, typical
 
 BLOCKS = 2
 EMPTY_RUNS = 2
@@ -42,24 +51,6 @@ QUICK_S, MOST_REPEATS = 0.6, 60
 """What takes little time is repeated for so long, but not more often than this."""
 Values = dict[str, Any]
 """what layers have made, by name, as leaves that gradients are found for"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTimes:
-    forward_s: float
-    backward_s: float
-    halved_forward_s: float
-    """The forward, where the backward is taken in halves."""
-    input_s: float
-    weight_s: float
-    """The two halves of the backward."""
-    cold_s: float = 0.0
-    """What the first forward after an update takes more."""
-
-    @property
-    def weight_share(self) -> float:
-        """Of the backward."""
-        return self.weight_s / (self.input_s + self.weight_s) if self.weight_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,70 +148,193 @@ class Timer:
                 forward_s = layer.forward(given, values, target, in_halves=in_halves)
                 runs.append(layer.backward(forward_s, None))
                 _forget(leaves | {name: values[name] for name in section.receives})
-        empty = [self._empty_layer.run(in_halves=in_halves) for in_halves in (False, True) for _ in whole]
+        empty = [self.empty_layer.run(in_halves=in_halves) for in_halves in (False, True) for _ in whole]
         return _times(whole[1:], halves[1:], empty[: len(whole)], empty[len(whole) :])
 
     @cached_property
-    def _empty_layer(self) -> _EmptyLayer:
+    def empty_layer(self) -> _EmptyLayer:
         return _EmptyLayer(self)
 
     def in_passes(
-        self, sizes: Sequence[SizeTrial], progress: Callable[[int, int], None], *, weighted: bool
-    ) -> list[tuple[list[LayerTimes], StepTimes]]:
+        self,
+        sizes: Sequence[SizeTrial],
+        progress: Callable[[int, int], None],
+        *,
+        opaque: Collection[str],
+        weighted: bool,
+    ) -> Steps:
         """All layers, and whole steps, at every size, in blocks of passes: a slow moment befalls more than one size.
 
-        ``weighted`` says whether the loss is a sum with a weight.
+        ``opaque`` names the values that cannot be sent; ``weighted`` says whether the loss is a sum with a weight.
         """
-        every = range(len(self.captured.layers))
-        section = self.splitter.section(every)
-        copies = {name: self.blueprint.copy_of(p, self.device) for name, p in section.parameters.items()}
-        weights = Weights(copies, self.job.optimizer)
-        whole, halved = (
-            StageModule(section, weights, self._loss, in_halves=in_halves, autocast=self.autocast)
-            for in_halves in (False, True)
-        )
-        worker = TrialWorker(whole, halved, self.clock, self.device, weighted=weighted)
-        leaves = {name: copy.data.requires_grad_(copy.requires_grad) for name, copy in copies.items()}
-        sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items() if leaf.requires_grad}
-        layers = [_Layer(self, self.splitter.section([index]), leaves) for index in every]
-
-        def take_pass(size: SizeTrial, passes: _Passes) -> None:
-            for in_halves, runs in passes.runs.items():
-                _forget(leaves, sums if size.adds else {})
-                given, target = size.given, size.target
-                runs.append(_there_and_back(layers, given, target, in_halves=in_halves))
-                passes.empty[in_halves] += [self._empty_layer.run(in_halves=in_halves) for _ in range(EMPTY_RUNS)]
-            worker.run(size, passes.steps)
-
-        found = [_Passes(StepTimes(size.microbatches)) for size in sizes]
-        for block, (_, (size, passes)) in enumerate(itertools.product(range(BLOCKS), zip(sizes, found, strict=True))):
-            warm_up_s = self.seconds(
-                partial(take_pass, size, _Passes(StepTimes(size.microbatches)))
-            )  # memory of this size finds its place, too
-            for _ in range(-(-max(self.repeats_of(warm_up_s), FEWEST_RUNS) // BLOCKS)):
-                take_pass(size, passes)
+        trial = _Trial(self, opaque, weighted)
+        # a worker's own time is found at the smallest size: beside large microbatches it does not count
+        found = [_Passes(size, trial, finds_own=size is sizes[-1]) for size in sizes]
+        for block, (_, passes) in enumerate(itertools.product(range(BLOCKS), found)):
+            passes.take_block()
             progress(block + 1, BLOCKS * len(sizes))
         own = found[-1].steps.own
-        return [(_stretched(passes.layers, passes.steps, own), passes.steps) for passes in found]
+        return Steps(
+            own=own,
+            parts=tuple(trial.parts),
+            at=tuple(passes.steps for passes in found),
+            layers=tuple(scaled_to_steps(passes.layers, trial.parts, passes.steps, own) for passes in found),
+        )
 
     def _loss(self, output: Any, target: Any) -> Tensor | WeightedLoss:
         return loss_of(self.job, self.captured.rebuild_output(output), target)
 
 
 @dataclass(frozen=True)
+class Steps:
+    """What was found in passes: of layers, of whole steps, and of the worker that takes them."""
+
+    own: WorkerSeconds
+    parts: tuple[range, ...]
+    """The layers of the smallest parts that took steps."""
+    at: tuple[PartedSteps, ...]
+    """At each size."""
+    layers: tuple[list[LayerTimes], ...]
+    """At each size."""
+
+
+class _Turn(NamedTuple):
+    """A way to take steps."""
+
+    divisions: Sequence[int]
+    """0 is the whole model as one stage, 1 its halves, 2 its quarters."""
+    in_halves: bool
+    beside: bool = False
+    """Whether a stage that computes next to nothing runs beside it."""
+
+
+_TURNS = (_Turn([0], False), _Turn([-1], False), _Turn([-1], True))
+_TURNS_FOR_OWN_TIME = (
+    _Turn([0], False),
+    _Turn([1, 2], False),
+    _Turn([1, 2], True),
+    _Turn([0], False, beside=True),
+    _Turn([0], True, beside=True),
+)
+"""What halves and quarters take is compared, so they have their turn at about the same time."""
+
+
+class _Trial:
+    """A model that takes whole steps: as one stage, and where it can be divided, by parts of it."""
+
+    def __init__(self, timer: Timer, opaque: Collection[str], weighted: bool) -> None:
+        self.timer, self.weighted, self._opaque = timer, weighted, opaque
+        every = range(len(timer.captured.layers))
+        self.whole = self._part(every)
+        copies = self.whole.section.parameters
+        self.leaves = {name: copy.data.requires_grad_(copy.requires_grad) for name, copy in copies.items()}
+        self.sums = {name: torch.zeros_like(leaf) for name, leaf in self.leaves.items() if leaf.requires_grad}
+        self.layers = [_Layer(timer, timer.splitter.section([index]), self.leaves) for index in every]
+        self.divisions: list[list[Part]] = [[self.whole]]
+        self._is_divided = sum(leaf.nbytes for leaf in self.leaves.values()) > LARGEST_BYTES
+
+    @property
+    def parts(self) -> list[range]:
+        """The layers of the smallest."""
+        return [part.layers for part in self.divisions[-1]]
+
+    def divide(self, seconds: Sequence[float]) -> None:
+        """By the seconds of each layer, once."""
+        if self._is_divided:
+            return
+        self._is_divided = True
+        places = places_to_cut(self.timer.splitter, self._opaque)
+        self.divisions += [list(map(self._part, ranges)) for ranges in divided(seconds, places) if ranges]
+
+    def _part(self, layers: range) -> Part:
+        timer, section = self.timer, self.timer.splitter.section(layers)
+        copies = {name: timer.blueprint.copy_of(p, timer.device) for name, p in section.parameters.items()}
+        weights = Weights(copies, timer.job.optimizer)
+        whole, halved = (
+            StageModule(section, weights, timer._loss, in_halves=in_halves, autocast=timer.autocast)
+            for in_halves in (False, True)
+        )
+        worker = TrialWorker(whole, halved, timer.clock, timer.device, weighted=self.weighted)
+        return Part(layers, replace(section, parameters=copies), worker)
+
+
 class _Passes:
     """All that was timed at one size."""
 
-    steps: StepTimes
-    runs: dict[bool, list[list[_Run]]] = field(default_factory=lambda: {False: [], True: []})
-    """by whether backwards were in halves, of every pass the runs of all layers"""
-    empty: dict[bool, list[_Run]] = field(default_factory=lambda: {False: [], True: []})
-    """by whether backwards were in halves, runs of a layer that computes next to nothing"""
+    def __init__(self, size: SizeTrial, trial: _Trial, *, finds_own: bool) -> None:
+        self.size, self.trial, self.finds_own, self.taken = size, trial, finds_own, 0
+        self.runs: dict[bool, list[list[_Run]]] = {False: [], True: []}
+        """by whether backwards were in halves, of every pass the runs of all layers"""
+        self.empty: dict[bool, list[_Run]] = {False: [], True: []}
+        """by whether backwards were in halves, runs of a layer that computes next to nothing"""
+        self._steps: list[list[StepTimes]] = []
+        self._messages: list[list[SameMessages]] = []
 
     @property
     def layers(self) -> list[LayerTimes]:
         by_layer = (zip(*self.runs[halves], strict=True) for halves in (False, True))
         return [_times(whole, halves, *self.empty.values()) for whole, halves in zip(*by_layer, strict=True)]
+
+    @property
+    def steps(self) -> PartedSteps:
+        (whole,), *parts = self._steps
+        return PartedSteps(whole, *parts)
+
+    def take_block(self) -> None:
+        """Passes, as many as every turn needs to be sure of it; more where they are quick."""
+        timer, turns = self.trial.timer, len(self._turns)
+        self._warm_up()  # memory of this size finds its place, too
+        fewest, start_s = turns * -(-timer.repeats // (turns * BLOCKS)), timer.clock()
+        for taken in itertools.count():
+            is_quick = timer.clock() - start_s < QUICK_S / BLOCKS and taken < MOST_REPEATS / BLOCKS
+            if taken >= fewest and not is_quick:
+                break
+            self._take()
+
+    def _warm_up(self) -> None:
+        """Not counted. The first of all tells where to divide the model."""
+        runs, kept = self._pass(in_halves=False)
+        if self._steps:
+            return
+        self.trial.divide([run.forward_s + run.input_s for run in runs])
+        divisions, weighted = self.trial.divisions, self.trial.weighted
+        self._messages = [[part.messages(*kept, weighted=weighted) for part in parts] for parts in divisions]
+        self._steps = self._no_steps()
+        self._step(self._turns[1])
+        self._steps = self._no_steps()
+
+    def _no_steps(self) -> list[list[StepTimes]]:
+        return [[StepTimes(self.size.microbatches) for _ in parts] for parts in self.trial.divisions]
+
+    def _take(self) -> None:
+        """A pass through the layers, with every other backward in halves, and the steps whose turn it is."""
+        in_halves = self.taken % 2 == 1
+        runs, _ = self._pass(in_halves=in_halves)
+        self.runs[in_halves].append(runs)
+        empty = self.trial.timer.empty_layer
+        self.empty[in_halves] += [empty.run(in_halves=in_halves) for _ in range(EMPTY_RUNS)]
+        self._step(self._turns[self.taken % len(self._turns)])
+        self.taken += 1
+
+    @property
+    def _turns(self) -> Sequence[_Turn]:
+        return _TURNS_FOR_OWN_TIME if self.finds_own else _TURNS
+
+    def _pass(self, *, in_halves: bool) -> tuple[list[_Run], _Kept]:
+        trial, size = self.trial, self.size
+        _forget(trial.leaves, trial.sums if size.adds else {})
+        return _there_and_back(trial.layers, size.given, size.target, in_halves=in_halves)
+
+    def _step(self, turn: _Turn) -> None:
+        divisions = list(zip(self.trial.divisions, self._messages, self._steps, strict=True))
+        for number in turn.divisions if len(divisions) > 1 else [0]:
+            for part, messages, times in zip(*divisions[number], strict=True):
+                part.worker.run(self.size, times, messages, in_halves=turn.in_halves, beside=turn.beside)
+
+
+class _Kept(NamedTuple):
+    values: Values
+    gradients: dict[str, Tensor | None]
 
 
 class _Layer:
@@ -280,14 +394,19 @@ class _EmptyLayer(_Layer):
         return found
 
 
-def _there_and_back(layers: Sequence[_Layer], given: Sequence[Any], target: Any, *, in_halves: bool) -> list[_Run]:
+def _there_and_back(
+    layers: Sequence[_Layer], given: Sequence[Any], target: Any, *, in_halves: bool
+) -> tuple[list[_Run], _Kept]:
+    """Forward through all layers, then backward; with the values that they made and the gradients of these."""
     values: Values = {}
     forwards_s = []
     for layer in layers:
         forwards_s.append(layer.forward(given, values, target, in_halves=in_halves))
         values.update(zip(layer.section.sends, (pytree.tree_map(as_leaf, value) for value in layer.sent), strict=True))
+    made = dict(values)
     runs = [layer.backward(seconds, values) for layer, seconds in zip(layers[::-1], forwards_s[::-1], strict=True)]
-    return runs[::-1]
+    gradients = {name: value.grad for name, value in made.items() if isinstance(value, Tensor)}
+    return runs[::-1], _Kept(made, gradients)
 
 
 def _times(
@@ -306,26 +425,6 @@ def _times(
 
 def _typical_run(runs: Sequence[_Run]) -> _Run:
     return _Run(*(typical(getattr(run, name) for run in runs) for name in ("forward_s", "input_s", "weight_s")))
-
-
-def _stretched(layers: Sequence[LayerTimes], step: StepTimes, own: WorkerSeconds) -> list[LayerTimes]:
-    """So that they add up to a whole step, but for the worker's own part of it."""
-    totals_s = {
-        "forward_s": step.forward_s - own.forward_s,
-        "backward_s": step.backward_s - own.backward_s,
-        "halved_forward_s": step.halved_forward_s - own.forward_s,
-        "input_s": step.input_s - own.backward_input_s,
-        "weight_s": step.weight_s - own.backward_weight_s,
-    }
-    sums_s = {name: sum(getattr(times, name) for times in layers) for name in totals_s}
-    factors = {name: max(0.0, totals_s[name]) / sum_s if sum_s else 1.0 for name, sum_s in sums_s.items()}
-    return [
-        LayerTimes(
-            **{name: getattr(times, name) * factor for name, factor in factors.items()},
-            cold_s=step.first_forward_s * times.forward_s / sums_s["forward_s"] if sums_s["forward_s"] else 0.0,
-        )
-        for times in layers
-    ]
 
 
 def _forget(leaves: Mapping[str, Any], sums: Mapping[str, Tensor] | None = None) -> None:

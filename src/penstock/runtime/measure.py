@@ -23,9 +23,10 @@ from penstock.runtime.blueprint import Blueprint, blueprint_of
 from penstock.runtime.capture import call_arguments, capture
 from penstock.runtime.data import inputs_of_other_shapes, load_batch
 from penstock.runtime.fidelity import untouched
-from penstock.runtime.layer_times import LayerTimes, SizeTrial, Timer, as_leaf, tensors_in
+from penstock.runtime.layer_times import SizeTrial, Steps, Timer, as_leaf, tensors_in
 from penstock.runtime.losses import WeightedLoss
 from penstock.runtime.optimizers import Optimizers
+from penstock.runtime.part_times import LayerTimes
 from penstock.runtime.payload import obstacle
 from penstock.runtime.precision import autocast_for
 from penstock.runtime.randomness import drawing
@@ -170,7 +171,6 @@ class _Size:
 
     trial: SizeTrial
     times: list[LayerTimes] = field(default_factory=list)
-    step: StepTimes | None = None
     load_s: float = 0.0
     saved: list[int] = field(default_factory=list)
     """bytes that autograd keeps of each layer"""
@@ -187,6 +187,8 @@ class Measurement:
     sizes: list[_Size] = field(default_factory=list)
     """largest first"""
     own: WorkerSeconds = NO_TIME
+    _steps: Steps | None = None
+    """Where there was room for the whole model."""
     smallest_microbatch: int = 1
     """the smallest size that the model is known to take, where it does not take the smallest that was tried"""
     _reads_data: list[bool] = field(default_factory=list)
@@ -224,15 +226,16 @@ class Measurement:
             found = self.timer.in_passes(
                 [size.trial for size in self.sizes],
                 lambda done, passes: progress(count + count * done // passes, 2 * count),
+                opaque={name for size in self.sizes for name, made in size.made.items() if made.opaque},
                 weighted=self.is_loss_weighted,
             )
         except torch.OutOfMemoryError:
             self._one_by_one(timed=True, progress=progress)
             self._time_worker()
             return
-        for size, (times, step) in zip(self.sizes, found, strict=True):
-            size.times, size.step, size.load_s = times, step, step.load_s
-        self.own = found[-1][1].own  # at the smallest size: beside large microbatches it does not count
+        for size, times, steps in zip(self.sizes, found.layers, found.at, strict=True):
+            size.times, size.load_s = times, steps.whole.load_s
+        self.own, self._steps = found.own, found
 
     def _time_worker(self) -> None:
         """By itself, for want of room for the whole model beside it."""
@@ -240,8 +243,8 @@ class Measurement:
         (stage, inputs), (halved, _) = stages
         steps, feed = StepTimes(), replace(self.sizes[0].trial, next_microbatch=lambda: (inputs, None))
         worker = TrialWorker(stage, halved, self.timer.clock, self.timer.device)
-        for _ in range(STEPS_ALONE):
-            worker.run(feed, steps)
+        for number in range(STEPS_ALONE):
+            worker.run(feed, steps, in_halves=number % 3 == 1, beside=number % 3 > 0)
         self.own = steps.own
         for size in self.sizes:
             size.load_s = self.timer.typical_s(size.trial.next_microbatch)
@@ -345,6 +348,9 @@ class Measurement:
                     halving_s=max(0.0, times.halved_forward_s - times.forward_s),
                     apart_s=max(0.0, times.input_s + times.weight_s - times.backward_s),
                     cold_s=times.cold_s,
+                    forward_switch_s=times.forward_switch_s,
+                    backward_switch_s=times.backward_switch_s,
+                    crowded_s=times.crowded_s,
                     update_s=sum(updates.update_s.get(name, 0.0) for name in own),
                     copy_s=sum(updates.copy_s.get(name, 0.0) for name in own),
                     average_s=updates.average_s * sum(name in updates.update_s for name in own),
@@ -366,21 +372,24 @@ class Measurement:
             averages += average_times(copies, self.timer.typical_s)
             state_bytes |= self._state_bytes(copies)
         plain, stashed = (fit_updates(rows[which]) for which in (False, True))
-        step = self.sizes[0].step
         sizes = {name: parameter.nbytes for name, parameter in trained.items()}
         update_s = {name: plain.parameter_s(size) for name, size in sizes.items()}
         copy_s = {name: max(0.0, stashed.parameter_s(size) - update_s[name]) for name, size in sizes.items()}
-        copy_call_s = max(0.0, stashed.call_s - plain.call_s)
-        if step is not None:
-            update_s = _adding_up_to(step.update_s - plain.call_s, update_s)
-        if step is not None and step.copy_s is not None:
-            copy_s = _adding_up_to(step.copy_s - copy_call_s, copy_s)
+        call_s, copy_call_s = plain.call_s, max(0.0, stashed.call_s - plain.call_s)
+        if self._steps is not None:
+            steps = self._steps.at[0]
+            call_s = max(call_s, self.own.update_s)
+            for part, step in zip(self._steps.parts, steps.parts, strict=True):
+                own = {name for layer in part for name in self.splitter.parameters_of(layer) if name in trained}
+                update_s |= _adding_up_to(step.update_s - call_s, {name: update_s[name] for name in own})
+                if step.copy_s is not None:
+                    copy_s |= _adding_up_to(step.copy_s - copy_call_s, {name: copy_s[name] for name in own})
         averaging = fit_updates(averages)  # of which the bytes are the all-reduce's own
         return Updates(
             update_s=update_s,
             copy_s=copy_s,
             state_bytes=state_bytes,
-            call_s=plain.call_s,
+            call_s=call_s,
             copy_call_s=copy_call_s,
             average_s=averaging.tensor_s,
             average_call_s=averaging.call_s,

@@ -68,8 +68,6 @@ class Task:
     """and with what it sends when it has computed: the beginning of that one's"""
     before_s: float = 0.0
     """its own time before it computes, once what it takes is there"""
-    cold_s: float = 0.0
-    """What it takes more right after an update of the stage."""
 
 
 @dataclass(slots=True)
@@ -122,8 +120,7 @@ class Player:
         self._starts_s = [array("d") for _ in workers]
         self._ends_s = [array("d") for _ in workers]
         self._paces = [conditions.pace_of(device) for device in plan.devices]
-        self._updated: list[set[int]] = [set() for _ in workers]
-        """Stages of each worker that have had no forward since their last update."""
+        self._caches = [self.costs.caches(worker) for worker in workers]
         self._desks = [
             None if core is None else Desk(worker, core, self._computed)
             for worker, core in enumerate(self.links.cores(plan.devices))
@@ -151,7 +148,7 @@ class Player:
     def _advance(self, worker: int) -> None:
         """Play the actions of a worker until one must wait for a message or an all-reduce, or the program ends."""
         program, tasks, pace = self.schedule.programs[worker], self._tasks[worker], self._paces[worker]
-        desk, updated = self._desks[worker], self._updated[worker]
+        desk, caches = self._desks[worker], self._caches[worker]
         starts_s, ends_s, free_s = self._starts_s[worker], self._ends_s[worker], self._free_s[worker]
         for at in range(self._position[worker], len(program)):
             stage, kind, index = program[at]
@@ -173,11 +170,8 @@ class Player:
             free_s += task.before_s
             starts_s.append(free_s)
             seconds = task.seconds
-            if kind is Kind.STEP:
-                updated.add(stage)
-            elif kind is Kind.FORWARD and stage in updated:
-                updated.remove(stage)
-                seconds += task.cold_s
+            if caches is not None:
+                seconds += caches.extra_s(stage, kind)
             end_s = free_s + seconds if pace is None else pace.end_s(free_s, seconds)
             if desk is not None:
                 self._position[worker], self._free_s[worker] = at, free_s
@@ -271,8 +265,7 @@ class Player:
                     (Kind.STEP, Task(seconds[Kind.STEP])),
                 ):
                     before_s = self.costs.before_s(stage, worker, kind)
-                    cold_s = self.costs.cold_s(stage, worker) if kind is Kind.FORWARD else 0.0
-                    tasks[worker][kind][stage] = replace(task, before_s=before_s, cold_s=cold_s)
+                    tasks[worker][kind][stage] = replace(task, before_s=before_s)
         return tasks
 
     def _handled_s(self, messages: Iterable[tuple[int, int]]) -> float:
