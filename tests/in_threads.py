@@ -19,15 +19,15 @@ from penstock.job import Job
 from penstock.plan import Plan, Prediction, Stage
 from penstock.profile import Profile
 from penstock.run import RunDirectory
-from penstock.runtime.assemble import Assembly, assemble, make_epoch
-from penstock.runtime.checkpoint import Checkpoint, save_shard
-from penstock.runtime.keeper import Keeper, Save
-from penstock.runtime.measure import profile_job
-from penstock.runtime.state import state_of
-from penstock.runtime.train import parts_left
-from penstock.runtime.transport import LocalExchange, LocalTransport
-from penstock.runtime.verify import compare, save_gradients
-from penstock.runtime.worker import OwnStage
+from penstock.runtime.checkpoint.checkpoint import Checkpoint, save_shard
+from penstock.runtime.checkpoint.keeper import Keeper, Save
+from penstock.runtime.checkpoint.state import state_of
+from penstock.runtime.measure.measure import profile_job
+from penstock.runtime.process.train import parts_left
+from penstock.runtime.process.verify import compare, save_gradients
+from penstock.runtime.transport.threads import LocalExchange, LocalTransport
+from penstock.runtime.worker.assemble import Assembly, assemble, make_epoch
+from penstock.runtime.worker.worker import OwnStage
 from penstock.schedule import Action, family
 from penstock.schedule.builders import position_on
 

@@ -36,7 +36,7 @@ from penstock.formats import parse_partition, parse_stage_map
 from penstock.planner import make_plan
 from penstock.record import Mark, Moment, Reader, Start, Writer
 from penstock.run import Evaluation, Result, RunDirectory
-from penstock.runtime.checkpoint import Checkpoint
+from penstock.runtime.checkpoint.checkpoint import Checkpoint
 from penstock.simulate import Conditions, Episode, Stragglers, simulate
 
 ODD: list[Any] = [

@@ -17,8 +17,8 @@ from models import make_job
 from penstock import Job
 from penstock.errors import JobError, PlanError
 from penstock.plan import Plan
-from penstock.runtime.assemble import check_job
-from penstock.runtime.verify import compare, save_gradients
+from penstock.runtime.process.verify import compare, save_gradients
+from penstock.runtime.worker.assemble import check_job
 from test_worker import check_same_weights, single_process
 
 

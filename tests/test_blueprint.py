@@ -23,9 +23,9 @@ from penstock import Job, codec
 from penstock.errors import JobError
 from penstock.profile import Profile
 from penstock.run import RunDirectory
-from penstock.runtime.assemble import Assembly
-from penstock.runtime.blueprint import blueprint_of
-from penstock.runtime.recording import record
+from penstock.runtime.capture.blueprint import blueprint_of
+from penstock.runtime.capture.recording import record
+from penstock.runtime.worker.assemble import Assembly
 from test_processes import TESTS, penstock
 from test_shapes import Average, Recurrent, ragged_job
 

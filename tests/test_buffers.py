@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from in_threads import even_plan, only_stage, profile, run_in_threads, train_keeping
 from penstock import Job
 from penstock.run import RunDirectory
-from penstock.runtime.assemble import Assembly
-from penstock.runtime.buffers import ReplicaBuffers
-from penstock.runtime.evaluate import Evaluator
-from penstock.runtime.state import state_of
-from penstock.runtime.transport import LocalExchange, LocalTransport
+from penstock.runtime.checkpoint.state import state_of
+from penstock.runtime.stage.buffers import ReplicaBuffers
+from penstock.runtime.transport.threads import LocalExchange, LocalTransport
+from penstock.runtime.worker.assemble import Assembly
+from penstock.runtime.worker.evaluate import Evaluator
 from test_evaluate import evaluated_job, run_with_evaluators
 
 INF, NAN = float("inf"), float("nan")

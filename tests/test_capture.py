@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from models import MODELS, make_job
 from penstock import Job
 from penstock.errors import CaptureError, PlanError
-from penstock.runtime.capture import call_arguments, capture
-from penstock.runtime.data import load_batch
-from penstock.runtime.split import Splitter, check_same_model
+from penstock.runtime.capture.capture import call_arguments, capture
+from penstock.runtime.capture.split import Splitter, check_same_model
+from penstock.runtime.worker.data import load_batch
 
 
 def batch(job: Job, size: int = 4) -> tuple[Any, Any]:

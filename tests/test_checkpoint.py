@@ -39,13 +39,21 @@ from penstock import Job, codec
 from penstock.errors import FormatError, JobError, WorkerError
 from penstock.plan import Plan
 from penstock.run import RunDirectory
-from penstock.runtime import checkpoint
-from penstock.runtime import keeper as keeper_module
-from penstock.runtime.assemble import Assembly, make_epoch
-from penstock.runtime.checkpoint import Checkpoint, Tensors, clean, commit, directory_of, read_index, save_shard
-from penstock.runtime.keeper import Keeper, Save
-from penstock.runtime.portable import export_weights
-from penstock.runtime.state import WorkerState
+from penstock.runtime.checkpoint import checkpoint
+from penstock.runtime.checkpoint import keeper as keeper_module
+from penstock.runtime.checkpoint.checkpoint import (
+    Checkpoint,
+    Tensors,
+    clean,
+    commit,
+    directory_of,
+    read_index,
+    save_shard,
+)
+from penstock.runtime.checkpoint.keeper import Keeper, Save
+from penstock.runtime.checkpoint.portable import export_weights
+from penstock.runtime.checkpoint.state import WorkerState
+from penstock.runtime.worker.assemble import Assembly, make_epoch
 from penstock.schedule import Action, Kind
 from test_worker import Recording, check_same_weights, single_process
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from builders import law
 from penstock.clocks import Alignment, RoundTrip, align
 from penstock.run import RunDirectory
-from penstock.runtime import clocks
+from penstock.runtime.process import clocks
 from penstock.schedule import dependencies
 from test_processes import write_job, write_plan
 

@@ -14,8 +14,8 @@ from in_threads import even_plan, only_stage, profile, profile_of, recomputing, 
 from models import Scale, make_job
 from penstock import Job
 from penstock.errors import JobError
-from penstock.runtime.assemble import Assembly
-from penstock.runtime.evaluate import Evaluator
+from penstock.runtime.worker.assemble import Assembly
+from penstock.runtime.worker.evaluate import Evaluator
 from test_worker import asynchronous_reference, check_same_weights
 
 

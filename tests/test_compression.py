@@ -28,12 +28,13 @@ from penstock.plan import Plan, Stage
 from penstock.plan_costs import PlanCosts
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
-from penstock.runtime.compress import LOOKED_AT_EVERY, ErrorMeter, decode, encode, layout_sent, relative_error
-from penstock.runtime.handed_in import edge_error, edge_errors
-from penstock.runtime.mailbox import Mailbox
-from penstock.runtime.payload import layout_of
-from penstock.runtime.transport import Channel, LocalExchange, LocalTransport, Pending
-from penstock.runtime.verify import compare, save_gradients
+from penstock.runtime.messages.compress import LOOKED_AT_EVERY, ErrorMeter, decode, encode, layout_sent, relative_error
+from penstock.runtime.messages.mailbox import Mailbox
+from penstock.runtime.messages.payload import layout_of
+from penstock.runtime.process.handed_in import edge_error, edge_errors
+from penstock.runtime.process.verify import compare, save_gradients
+from penstock.runtime.transport.base import Channel, Pending
+from penstock.runtime.transport.threads import LocalExchange, LocalTransport
 from penstock.schedule import Action, Kind, Pipeline, build_schedule
 from penstock.simulate import simulate
 from test_handed_in import account

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from in_threads import CPU, even_plan, profile, run_in_threads
 from models import sgd
 from penstock import Job
-from penstock.runtime.assemble import Assembly, JobFeed, capture_for_plan, make_epoch
-from penstock.runtime.data import load_batch, load_microbatch
+from penstock.runtime.worker.assemble import Assembly, JobFeed, capture_for_plan, make_epoch
+from penstock.runtime.worker.data import load_batch, load_microbatch
 from penstock.sampling import Epoch
 
 COINS: dict[str, Callable[[], float]] = {

@@ -127,9 +127,9 @@ def test_an_example_job_is_one(example: Path, tmp_path: Path, monkeypatch: pytes
     if example.stem == "hugging_face":
         save_tiny_gpt2(tmp_path / "checkpoint")
         monkeypatch.chdir(tmp_path)
-    from penstock.runtime.blueprint import blueprint_of
-    from penstock.runtime.jobs import load_job
-    from penstock.runtime.recording import CPU
+    from penstock.runtime.capture.blueprint import blueprint_of
+    from penstock.runtime.capture.recording import CPU
+    from penstock.runtime.process.jobs import load_job
 
     job = load_job(example)
     assert job.batch_size >= 8

@@ -25,8 +25,8 @@ from penstock.plan_costs import PlanCosts
 from penstock.planner import make_plan
 from penstock.profile import WorkerSeconds
 from penstock.run import RunDirectory
-from penstock.runtime.emulate import emulate, usual_dilation
-from penstock.runtime.emulated_network import EmulatedNetwork, Transfer
+from penstock.runtime.emulate.emulate import emulate, usual_dilation
+from penstock.runtime.emulate.emulated_network import EmulatedNetwork, Transfer
 from penstock.schedule import Kind
 from penstock.simulate import simulate
 

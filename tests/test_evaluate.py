@@ -19,10 +19,10 @@ from models import Undecided, make_job
 from penstock import EarlyStop, Job
 from penstock.errors import JobError, PlanError
 from penstock.plan import Plan
-from penstock.runtime.assemble import Assembly, make_epoch
-from penstock.runtime.capture import call_arguments
-from penstock.runtime.data import load_microbatch
-from penstock.runtime.evaluate import Evaluator
+from penstock.runtime.capture.capture import call_arguments
+from penstock.runtime.worker.assemble import Assembly, make_epoch
+from penstock.runtime.worker.data import load_microbatch
+from penstock.runtime.worker.evaluate import Evaluator
 from test_worker import Recording
 
 HELD_OUT = 13

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.runtime import events
-from penstock.runtime.events import EventLog, beginning_and_newest, columns_of
+from penstock.runtime.worker import events
+from penstock.runtime.worker.events import EventLog, beginning_and_newest, columns_of
 from penstock.schedule import Action, Kind
 from penstock.trace import Columns, Event, Events, joined
 

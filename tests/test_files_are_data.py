@@ -13,8 +13,8 @@ import penstock
 from penstock import codec
 from penstock.errors import FormatError
 from penstock.plan import Plan
-from penstock.runtime.checkpoint import Tensors
-from penstock.runtime.portable import load_weights
+from penstock.runtime.checkpoint.checkpoint import Tensors
+from penstock.runtime.checkpoint.portable import load_weights
 
 SOURCE = Path(penstock.__file__).parent
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
@@ -22,10 +22,10 @@ LOADS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 
 def test_no_module_unpickles_or_evaluates() -> None:
-    """A job file, which is the user's own Python, is run by importlib in runtime/jobs.py alone. Workloads ask it
-    whether a package is installed.
+    """A job file, which is the user's own Python, is run by importlib in runtime/process/jobs.py alone. Workloads ask
+    it whether a package is installed.
 
-    torch.compile, in runtime/compiling.py alone, takes a function that is loaded already, and no text.
+    torch.compile, in runtime/stage/compiling.py alone, takes a function that is loaded already, and no text.
     """
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

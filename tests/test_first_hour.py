@@ -25,8 +25,8 @@ from penstock.cluster import parse_cluster
 from penstock.errors import CaptureError, FormatError, JobError
 from penstock.planner import make_plan
 from penstock.profile import Profile
-from penstock.runtime.capture import capture
-from penstock.runtime.jobs import build_job, load_job
+from penstock.runtime.capture.capture import capture
+from penstock.runtime.process.jobs import build_job, load_job
 from penstock.simulate import play
 from penstock.sweep import sweep
 from penstock.units import shorten_middle, show_clock

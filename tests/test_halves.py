@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from in_threads import check_same_gradients, even_plan, profile, recomputing, run_in_threads
 from models import sgd
 from penstock import Job, Remedy
-from penstock.runtime.deferred import Deferring, PutOff
-from penstock.runtime.weights import Version, Weights
+from penstock.runtime.stage.deferred import Deferring, PutOff
+from penstock.runtime.stage.weights import Version, Weights
 
 
 class WeightsMadeByAStage(nn.Module):

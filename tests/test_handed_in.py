@@ -11,9 +11,8 @@ import pytest
 from penstock.clocks import Alignment
 from penstock.errors import FormatError
 from penstock.run import EdgeError, RunDirectory
-from penstock.runtime import loss_file
-from penstock.runtime.events import FIRST, NEWEST, EventLog, beginning_and_newest
-from penstock.runtime.handed_in import (
+from penstock.runtime.process import loss_file
+from penstock.runtime.process.handed_in import (
     Account,
     accounts_of,
     clear,
@@ -23,8 +22,9 @@ from penstock.runtime.handed_in import (
     losses_file,
     of_stage,
 )
-from penstock.runtime.loss_file import ROW, LossFile, per_minibatch, read_rows
-from penstock.runtime.losses import RECENT, LossLog, Term
+from penstock.runtime.process.loss_file import RECENT, ROW, LossFile, LossLog, per_minibatch, read_rows
+from penstock.runtime.stage.losses import Term
+from penstock.runtime.worker.events import FIRST, NEWEST, EventLog, beginning_and_newest
 from penstock.schedule import Action, Kind
 from penstock.trace import trace_of
 

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest
 TALK = """
 import json
 import torch
-from penstock.runtime.links import make_links
-from penstock.runtime.machine import host_id
-from penstock.runtime.train import join_workers
+from penstock.runtime.links.links import make_links
+from penstock.runtime.machine.machine import host_id
+from penstock.runtime.process.joining import join_workers
 import os, socket
 
 with join_workers(1, 30.0) as device:

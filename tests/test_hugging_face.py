@@ -19,8 +19,8 @@ from models import save_tiny_gpt2, sgd
 from penstock import Job
 from penstock.errors import CaptureError
 from penstock.profile import Profile
-from penstock.runtime.capture import capture
-from penstock.runtime.jobs import load_job
+from penstock.runtime.capture.capture import capture
+from penstock.runtime.process.jobs import load_job
 from penstock.workloads.transformers import import_transformers
 from test_shapes import padded
 from test_worker import check_same_weights, single_process

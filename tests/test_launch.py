@@ -16,11 +16,11 @@ import torch.distributed as dist
 from penstock.cli.going_on import Checkpoints, command_to_go_on
 from penstock.errors import PlanError, WorkerError
 from penstock.run import INDEX, RunDirectory
-from penstock.runtime import launch
-from penstock.runtime.launch import Interrupted, launch_workers
-from penstock.runtime.meeting import leave, together
-from penstock.runtime.out_of_memory import kills_so_far
-from penstock.runtime.transport import TorchTransport
+from penstock.runtime.machine.out_of_memory import kills_so_far
+from penstock.runtime.peers.meeting import leave, together
+from penstock.runtime.process import launch
+from penstock.runtime.process.launch import Interrupted, launch_workers
+from penstock.runtime.transport.process_group import TorchTransport
 from penstock.schedule import Kind
 
 WORKER = """

@@ -22,6 +22,11 @@ LAYERS: dict[int, tuple[str, ...]] = {
     4: ("adapt",),
     5: ("cli", "report", "workloads", "bench", "__main__"),
 }  # fmt: skip
+RUNTIME = (
+    "machine", "peers", "transport", "messages", "capture", "stage", "sync", "worker", "links", "measure",
+    "checkpoint", "emulate", "process",
+)  # fmt: skip
+"""The folders of ``runtime``; each imports only from those before it."""
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 PURE = 2
 """The highest layer that lives on the standard library and numpy."""
@@ -64,9 +69,23 @@ def violations(path: str, source: str) -> list[str]:
             target = rest.partition(".")[0]
             if LAYER_OF.get(target, 0) > layer:
                 found.append(f"{path}:{line}: layer {layer} imports {imported} of layer {LAYER_OF[target]}")
+            elif name == target == "runtime" and len(parts) > 1 + (parts[-1] == "__init__"):
+                folders = [RUNTIME.index(each) for each in (parts[1], *rest.split(".")[1:2]) if each in RUNTIME]
+                if folders != sorted(folders, reverse=True):
+                    found.append(f"{path}:{line}: runtime/{parts[1]} imports {imported}, which comes after it")
         elif layer <= PURE and top not in sys.stdlib_module_names and top != "numpy":
             found.append(f"{path}:{line}: layer {layer} imports {imported}; it lives on the standard library and numpy")
     return found
+
+
+def test_every_folder_of_the_runtime_has_its_place_and_a_page() -> None:
+    folders = {path.parent.name: path for path in (PACKAGE / "runtime").glob("*/__init__.py")}
+    assert folders.keys() == set(RUNTIME)
+    for folder, page in folders.items():
+        modules = {path.stem for path in page.parent.glob("*.py")} - {"__init__"}
+        words = ast.get_docstring(ast.parse(page.read_text(encoding="utf-8"))) or ""
+        missing = sorted(module for module in modules if f"``{module}``" not in words)
+        assert missing == [], f"the docstring of runtime/{folder}/__init__.py does not say what these are for"
 
 
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -85,11 +104,24 @@ def test_a_module_imports_only_from_its_own_layer_and_those_below(path: str) -> 
         ("cost.py", "import penstock.simulate", "layer 1 imports penstock.simulate of layer 2"),
         ("schedule/builders.py", "from ..planner import make_plan", "penstock.planner.make_plan of layer 2"),
         ("schedule/__init__.py", "from .. import runtime", "penstock.runtime of layer 3"),
-        ("planner/planner.py", "def late():\n    from penstock.runtime.worker import Worker", ":2: layer 2 imports"),
+        (
+            "planner/planner.py",
+            "def late():\n    from penstock.runtime.worker.worker import Worker",
+            ":2: layer 2 imports",
+        ),
         ("planner/planner.py", "try:\n    import torch\nexcept ImportError:\n    pass", "standard library and numpy"),
         ("simulate.py", "from torch import nn", "standard library and numpy"),
         ("job.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch", "standard library and numpy"),
-        ("runtime/train.py", "from penstock.workloads import mlp", "layer 3 imports penstock.workloads.mlp of layer 5"),
+        (
+            "runtime/process/train.py",
+            "from penstock.workloads import mlp",
+            "layer 3 imports penstock.workloads.mlp of layer 5",
+        ),
+        (
+            "runtime/stage/stage.py",
+            "from penstock.runtime.process.train import Options",
+            "runtime/stage imports penstock.runtime.process.train.Options, which comes after it",
+        ),
         ("adapt/replan.py", "import penstock.bench.run", "layer 4 imports penstock.bench.run of layer 5"),
         (
             "__init__.py",
@@ -112,9 +144,9 @@ def test_an_import_that_goes_the_wrong_way_is_found(path: str, source: str, word
         ("schedule/builders.py", "from .action import Action\nfrom . import pipeline\nfrom .. import errors"),
         ("job.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import nn"),
         ("cost.py", "import typing\nif typing.TYPE_CHECKING:\n    from penstock.runtime import worker"),
-        ("runtime/worker.py", "import torch\nfrom penstock.simulate import simulate"),
+        ("runtime/worker/worker.py", "import torch\nfrom penstock.simulate import simulate"),
         ("cli/main.py", "import typer\nfrom penstock import bench, planner, report, runtime, workloads"),
-        ("runtime/train.py", "from penstock import Job, __version__"),
+        ("runtime/process/train.py", "from penstock import Job, __version__"),
     ],
 )
 def test_an_import_that_goes_the_right_way_passes(path: str, source: str) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from in_threads import even_plan, profile_of, run_in_threads
 from models import make_job
 from penstock.errors import WorkerError
-from penstock.runtime.assemble import Assembly, make_epoch
-from penstock.runtime.transport import Channel, LocalExchange, LocalTransport, Pending
+from penstock.runtime.transport.base import Channel, Pending
+from penstock.runtime.transport.threads import LocalExchange, LocalTransport
+from penstock.runtime.worker.assemble import Assembly, make_epoch
 from penstock.schedule import Action, Kind
 
 

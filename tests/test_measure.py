@@ -17,8 +17,8 @@ from models import MODELS, make_job
 from penstock import codec
 from penstock.planner import make_plan
 from penstock.profile import Profile
-from penstock.runtime.layer_times import _Run, _times
-from penstock.runtime.measure import UNCERTAINTY, profile_job, sizes_to_measure
+from penstock.runtime.measure.layer_times import _Run, _times
+from penstock.runtime.measure.measure import UNCERTAINTY, profile_job, sizes_to_measure
 
 
 @pytest.mark.parametrize("name", MODELS)

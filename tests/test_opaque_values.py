@@ -21,7 +21,7 @@ from penstock.planner.max_load import max_load_plan
 from penstock.planner.pipedream import pipedream_plan
 from penstock.planner.sparsepipe import sparsepipe_plan
 from penstock.profile import Profile
-from penstock.runtime.payload import obstacle
+from penstock.runtime.messages.payload import obstacle
 
 
 def with_opaque(found: Profile, *names: str) -> Profile:

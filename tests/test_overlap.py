@@ -16,11 +16,12 @@ from penstock import plan_costs
 from penstock.cost import in_buckets
 from penstock.errors import PlanError
 from penstock.plan import Plan
-from penstock.runtime.assemble import Assembly, check_job
-from penstock.runtime.emulate import emulate
-from penstock.runtime.emulated import EmulatedTransport
-from penstock.runtime.transport import LocalTransport, Pending
-from penstock.runtime.worker import Segment, Worker
+from penstock.runtime.emulate.emulate import emulate
+from penstock.runtime.emulate.emulated import EmulatedTransport
+from penstock.runtime.transport.base import Pending
+from penstock.runtime.transport.threads import LocalTransport
+from penstock.runtime.worker.assemble import Assembly, check_job
+from penstock.runtime.worker.worker import Segment, Worker
 from penstock.schedule import Action, Kind, Schedule, family
 from penstock.simulate.conditions import CALM
 from penstock.simulate.play import Meeting, Player

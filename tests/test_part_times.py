@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from builders import law
 from penstock.profile import WorkerSeconds
-from penstock.runtime.capture import capture
-from penstock.runtime.part_times import LayerTimes, PartedSteps, divided, places_to_cut, scaled_to_steps
-from penstock.runtime.split import Splitter
-from penstock.runtime.worker_times import StepTimes
+from penstock.runtime.capture.capture import capture
+from penstock.runtime.capture.split import Splitter
+from penstock.runtime.measure.part_times import LayerTimes, PartedSteps, divided, places_to_cut, scaled_to_steps
+from penstock.runtime.measure.worker_times import StepTimes
 from penstock.schedule import Kind
 
 
@@ -98,8 +98,8 @@ def test_parts_are_the_layers_in_their_order_cut_where_it_is_allowed(seconds: li
 
 def test_equal_layers_are_divided_evenly() -> None:
     halves, quarters = divided([1.0] * 8, range(1, 8))
-    assert halves == [range(0, 4), range(4, 8)]
-    assert quarters == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert halves == [range(4), range(4, 8)]
+    assert quarters == [range(2), range(2, 4), range(4, 6), range(6, 8)]
 
 
 class _Pair(nn.Module):

@@ -16,8 +16,8 @@ from penstock.cluster import Cluster, Device, local_cluster, parse_cluster
 from penstock.errors import PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.planner import make_plan
-from penstock.runtime.launch import _reported
-from penstock.runtime.placement import Whereabouts, compare_placement
+from penstock.runtime.process.launch import _reported
+from penstock.runtime.process.placement import Whereabouts, compare_placement
 from test_processes import penstock, write_job
 
 

@@ -17,8 +17,8 @@ from penstock import Job
 from penstock.errors import JobError, PlanError
 from penstock.job import Precision
 from penstock.plan import Plan
-from penstock.runtime.assemble import Assembly, check_job, make_epoch
-from penstock.runtime.verify import compare, save_gradients
+from penstock.runtime.process.verify import compare, save_gradients
+from penstock.runtime.worker.assemble import Assembly, check_job, make_epoch
 from penstock.schedule import Action, Kind
 from test_worker import check_same_weights, single_process
 

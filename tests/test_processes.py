@@ -21,7 +21,7 @@ from penstock import codec
 from penstock.cluster import load_cluster
 from penstock.planner import make_plan
 from penstock.run import RunDirectory
-from penstock.runtime.checkpoint import read_index
+from penstock.runtime.checkpoint.checkpoint import read_index
 from penstock.schedule import Kind
 
 pytestmark = pytest.mark.processes

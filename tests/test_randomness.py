@@ -30,14 +30,14 @@ from in_threads import (
 from models import make_job, sgd
 from penstock import Job
 from penstock.plan import Plan
-from penstock.runtime import randomness
-from penstock.runtime.assemble import Assembly, make_epoch
-from penstock.runtime.capture import capture
-from penstock.runtime.data import load_batch, microbatch_key
-from penstock.runtime.evaluate import Evaluator
-from penstock.runtime.randomness import drawing, may_draw, module_may_draw
-from penstock.runtime.split import Splitter
-from penstock.runtime.verify import compare, save_gradients
+from penstock.runtime.capture import randomness
+from penstock.runtime.capture.capture import capture
+from penstock.runtime.capture.randomness import drawing, may_draw, module_may_draw
+from penstock.runtime.capture.split import Splitter
+from penstock.runtime.process.verify import compare, save_gradients
+from penstock.runtime.worker.assemble import Assembly, make_epoch
+from penstock.runtime.worker.data import load_batch, microbatch_key
+from penstock.runtime.worker.evaluate import Evaluator
 
 
 class Functional(nn.Module):
@@ -363,7 +363,9 @@ def test_what_capture_adds_for_writes_in_place_draws_nothing() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Writes(), nn.Linear(4, 4))
     captured = capture(model, torch.ones(2, 4), only="export")
-    assert any(getattr(node.target, "__module__", "") == "penstock.runtime.inplace" for node in captured.graph.nodes)
+    assert any(
+        getattr(node.target, "__module__", "") == "penstock.runtime.capture.inplace" for node in captured.graph.nodes
+    )
     assert drawing_nodes(model, torch.ones(2, 4), "export") == []
 
 

@@ -19,9 +19,9 @@ from in_threads import CPU, even_plan, profile, profile_of, recomputing, run_in_
 from models import make_job, sgd
 from penstock import Job
 from penstock.plan import Plan
-from penstock.runtime.assemble import Assembly, JobFeed, capture_for_plan, make_epoch
-from penstock.runtime.stage import StageModule
-from penstock.runtime.weights import Weights
+from penstock.runtime.stage.stage import StageModule
+from penstock.runtime.stage.weights import Weights
+from penstock.runtime.worker.assemble import Assembly, JobFeed, capture_for_plan, make_epoch
 from penstock.schedule import Kind, execution_order
 from test_worker import asynchronous_reference, check_same_weights, single_process
 

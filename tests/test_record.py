@@ -17,8 +17,8 @@ import torch
 from penstock.errors import FormatError, JobError
 from penstock.record import Mark, Moment, Reader, Record, Start, Writer, interval_s
 from penstock.run import RunDirectory
-from penstock.runtime.memory import MemoryMeter
-from penstock.runtime.progress import Listener, Progress, ProgressLine
+from penstock.runtime.machine.memory import MemoryMeter
+from penstock.runtime.process.progress import Listener, Progress, ProgressLine
 
 START = Start(
     model="toy",
@@ -266,7 +266,7 @@ def test_samples_of_a_run_that_goes_on_count_from_where_it_began() -> None:
 def test_tensorboard_reads_back_what_a_run_told(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from penstock.runtime.scalars import Scalars
+    from penstock.runtime.process.scalars import Scalars
 
     scalars = Scalars(tmp_path, START)
     scalars.moment(replace(MOMENT, loss=2.5))
@@ -287,7 +287,7 @@ def test_tensorboard_reads_back_what_a_run_told(tmp_path: Path) -> None:
 
 
 def test_tensorboard_that_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from penstock.runtime import scalars
+    from penstock.runtime.process import scalars
 
     monkeypatch.setattr(scalars, "version", Mock(side_effect=PackageNotFoundError))
     with pytest.raises(JobError, match=r"pip install 'penstock\[tensorboard\]'"):

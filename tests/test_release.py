@@ -15,12 +15,12 @@ from in_threads import CPU, even_plan, looped_plan, profile_of, run_in_threads
 from models import make_job
 from penstock.job import Job
 from penstock.plan import Plan
-from penstock.runtime.assemble import Assembly, assemble
-from penstock.runtime.evaluate import Evaluator
-from penstock.runtime.memory import held_bytes
-from penstock.runtime.release import Share, release_other_layers
-from penstock.runtime.state import state_of
-from penstock.runtime.transport import LocalExchange, LocalTransport
+from penstock.runtime.checkpoint.state import state_of
+from penstock.runtime.machine.memory import held_bytes
+from penstock.runtime.transport.threads import LocalExchange, LocalTransport
+from penstock.runtime.worker.assemble import Assembly, assemble
+from penstock.runtime.worker.evaluate import Evaluator
+from penstock.runtime.worker.release import Share, release_other_layers
 from test_evaluate import evaluated_job, in_one_process, run_with_evaluators
 
 NAMES = ("conv", "noisy", "tied", "transformer", "branches", "undecided", "recurrent")

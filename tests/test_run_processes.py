@@ -15,7 +15,7 @@ from penstock import codec
 from penstock.plan import Plan
 from penstock.provenance import Provenance
 from penstock.run import RunDirectory
-from penstock.runtime.checkpoint import Tensors, read_index
+from penstock.runtime.checkpoint.checkpoint import Tensors, read_index
 from test_processes import ENDLESS, penstock, write_job, write_plan
 
 pytestmark = pytest.mark.processes

@@ -24,11 +24,11 @@ from penstock.plan import Plan
 from penstock.profile import Profile
 from penstock.provenance import GitState, Provenance, git_state, provenance_of
 from penstock.run import RunDirectory
-from penstock.runtime import agreement
-from penstock.runtime.agreement import agree_on_run
-from penstock.runtime.checkpoint import Checkpoint, commit, directory_of, save_shard
-from penstock.runtime.resume import check_run
-from penstock.runtime.state import state_dict_names
+from penstock.runtime.checkpoint.checkpoint import Checkpoint, commit, directory_of, save_shard
+from penstock.runtime.checkpoint.resume import check_run
+from penstock.runtime.checkpoint.state import state_dict_names
+from penstock.runtime.peers import agreement
+from penstock.runtime.peers.agreement import agree_on_run
 
 
 @pytest.fixture

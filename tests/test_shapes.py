@@ -20,11 +20,12 @@ from models import sgd
 from penstock import Job
 from penstock.errors import JobError
 from penstock.plan import Plan
-from penstock.runtime import payload
-from penstock.runtime.capture import capture
-from penstock.runtime.data import inputs_of_other_shapes, load_batch
-from penstock.runtime.mailbox import Mailbox
-from penstock.runtime.transport import Channel, LocalExchange, LocalTransport, Pending, Transport
+from penstock.runtime.capture.capture import capture
+from penstock.runtime.messages import payload
+from penstock.runtime.messages.mailbox import Mailbox
+from penstock.runtime.transport.base import Channel, Pending, Transport
+from penstock.runtime.transport.threads import LocalExchange, LocalTransport
+from penstock.runtime.worker.data import inputs_of_other_shapes, load_batch
 from penstock.schedule import Action, Kind, Pipeline, build_schedule
 from test_transport import RUNNERS
 from test_worker import asynchronous_reference, check_same_weights, single_process

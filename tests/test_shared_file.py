@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import WorkerError
-from penstock.runtime import links
-from penstock.runtime.machine import descriptors_explained
-from penstock.runtime.shared_file import MadeFile, OpenedFile, Place
-from penstock.runtime.shared_memory import Line, is_supported, make_file, open_file
-from penstock.runtime.transport import short_reason
+from penstock.runtime.links import links
+from penstock.runtime.machine.machine import descriptors_explained
+from penstock.runtime.peers.reason import short_reason
+from penstock.runtime.transport.shared_file import MadeFile, OpenedFile, Place
+from penstock.runtime.transport.shared_memory import Line, is_supported, make_file, open_file
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="shared memory is for Linux on x86-64")
 
@@ -69,7 +69,7 @@ def test_a_lock_does_not_vanish_when_another_descriptor_of_the_file_closes() -> 
 
 FORK = f"""
 import os, sys, time
-from penstock.runtime.shared_file import MadeFile, OpenedFile, Place
+from penstock.runtime.transport.shared_file import MadeFile, OpenedFile, Place
 opened = OpenedFile(Place(*map(int, sys.argv[1:])), {FIRST}, {MOST})
 made = MadeFile({FIRST}, {MOST})
 child = os.fork()

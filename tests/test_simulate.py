@@ -556,12 +556,14 @@ def test_an_action_takes_longer_after_one_of_another_kind() -> None:
 def test_a_stage_takes_longer_after_another_stage_of_its_worker() -> None:
     """Two stages on one worker. A second half of a backward takes as long after anything."""
     caches = Caches({0: Cold(3.0, 1.0, 2.0), 1: Cold(6.0, 4.0, 5.0)})
-    actions = "0F0 1F0 1F1 1B0 1B1 0B0 0I1 0W1 0STEP0 1STEP0 0F2 1F2 0F3".split()
+    actions = ["0F0", "1F0", "1F1", "1B0", "1B1", "0B0", "0I1", "0W1", "0STEP0", "1STEP0", "0F2", "1F2", "0F3"]
     found = [caches.extra_s(action.stage, action.kind) for action in map(Action.parse, actions)]
     assert found == [1.0, 4.0, 0.0, 5.0, 0.0, 2.0, 2.0, 0.0, 0.0, 0.0, 3.0, 6.0, 1.0]
 
 
-@pytest.mark.parametrize(("stages", "extra_s"), [([[0, 1, 2, 3]], 4.0), ([[0, 1, 2], [3]], 1.5), ([[0, 1], [2, 3]], 0.0)])
+@pytest.mark.parametrize(
+    ("stages", "extra_s"), [([[0, 1, 2, 3]], 4.0), ([[0, 1, 2], [3]], 1.5), ([[0, 1], [2, 3]], 0.0)]
+)
 def test_a_worker_with_more_than_half_of_a_model_finds_less_of_it_in_its_caches(
     stages: list[list[int]], extra_s: float
 ) -> None:

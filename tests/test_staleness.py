@@ -15,7 +15,7 @@ from in_threads import even_plan, profile_of, run_in_threads
 from models import make_job
 from penstock import Remedy
 from penstock.errors import FormatError, JobError
-from penstock.runtime.assemble import make_epoch
+from penstock.runtime.worker.assemble import make_epoch
 from penstock.schedule import Pipeline, Staleness, build_schedule, staleness_of, steady_staleness, usual_depth
 
 STEADY = {

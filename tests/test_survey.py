@@ -18,9 +18,10 @@ from builders import law
 from penstock.cluster import Level, parse_cluster_toml
 from penstock.cost import Traffic, message, ring_allreduce
 from penstock.errors import ClusterError, WorkerError
-from penstock.runtime.handling import LATE, MICROBATCHES, OwnTime, TwoStages, handled_s
-from penstock.runtime.transport import Channel, LocalExchange, LocalTransport, Pending
-from penstock.runtime.trials import Prober
+from penstock.runtime.links.handling import LATE, MICROBATCHES, OwnTime, TwoStages, handled_s
+from penstock.runtime.links.trials import Prober
+from penstock.runtime.transport.base import Channel, Pending
+from penstock.runtime.transport.threads import LocalExchange, LocalTransport
 from penstock.schedule import Action, Kind, Pipeline, build_schedule
 from penstock.survey import (
     Host,

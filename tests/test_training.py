@@ -19,11 +19,11 @@ from penstock import Job
 from penstock.errors import JobError, PlanError
 from penstock.plan import Plan
 from penstock.run import RunDirectory
-from penstock.runtime.assemble import Assembly, check_job, make_epoch
-from penstock.runtime.checkpoint import directory_of
-from penstock.runtime.measure import profile_job
-from penstock.runtime.sync import sync_groups
-from penstock.runtime.weights import Weights
+from penstock.runtime.checkpoint.checkpoint import directory_of
+from penstock.runtime.measure.measure import profile_job
+from penstock.runtime.stage.weights import Weights
+from penstock.runtime.sync.sync import sync_groups
+from penstock.runtime.worker.assemble import Assembly, check_job, make_epoch
 from penstock.schedule import Action, Kind
 from test_docs import ROOT, blocks
 from test_worker import check_same_weights, single_process

@@ -19,10 +19,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from penstock.errors import WorkerError
-from penstock.runtime import links, shared_memory
-from penstock.runtime.payload import TensorLayout, decode_header, encode_header
-from penstock.runtime.shared_memory import MOST_BYTES, PIECE_BYTES, SharedMemoryTransport
-from penstock.runtime.transport import LocalExchange, LocalTransport, TorchTransport, Transport
+from penstock.runtime.links import links
+from penstock.runtime.messages.payload import TensorLayout, decode_header, encode_header
+from penstock.runtime.transport import shared_memory
+from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.process_group import TorchTransport
+from penstock.runtime.transport.shared_memory import MOST_BYTES, PIECE_BYTES, SharedMemoryTransport
+from penstock.runtime.transport.threads import LocalExchange, LocalTransport
 from penstock.schedule import Kind
 
 F, B = Kind.FORWARD, Kind.BACKWARD

@@ -19,8 +19,9 @@ from models import Tied, sgd
 from penstock import Job
 from penstock.errors import JobError
 from penstock.plan import Plan
-from penstock.runtime.losses import LossLog, Term
-from penstock.runtime.verify import Verification, compare, reference, save_gradients, verification_epoch
+from penstock.runtime.process.loss_file import LossLog
+from penstock.runtime.process.verify import Verification, compare, reference, save_gradients, verification_epoch
+from penstock.runtime.stage.losses import Term
 from test_weighted_loss import mean_over_tokens, padded_job, profile_of, tokens_in
 
 

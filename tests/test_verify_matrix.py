@@ -27,7 +27,7 @@ from models import make_job
 from penstock import Job
 from penstock.errors import ScheduleError
 from penstock.plan import Plan
-from penstock.runtime.assemble import Assembly, make_epoch
+from penstock.runtime.worker.assemble import Assembly, make_epoch
 from penstock.schedule import check, family
 from penstock.simulate import simulate
 from test_worker import check_same_weights, single_process

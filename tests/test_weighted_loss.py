@@ -28,10 +28,10 @@ from penstock import Job
 from penstock.errors import JobError, PlanError
 from penstock.plan import Plan
 from penstock.profile import Profile
-from penstock.runtime.assemble import Assembly, make_epoch
-from penstock.runtime.data import load_batch
-from penstock.runtime.loss_file import ROW, per_minibatch
-from penstock.runtime.losses import WeightedLoss, loss_of
+from penstock.runtime.process.loss_file import ROW, per_minibatch
+from penstock.runtime.stage.losses import WeightedLoss, loss_of
+from penstock.runtime.worker.assemble import Assembly, make_epoch
+from penstock.runtime.worker.data import load_batch
 from test_evaluate import run_with_evaluators
 from test_worker import (
     asynchronous_reference,

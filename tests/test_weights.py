@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from models import Scale, sgd
 from penstock.remedy import Remedy
-from penstock.runtime.weights import Weights
+from penstock.runtime.stage.weights import Weights
 
 # (module, input, whether its backward for the input reads the weights)
 CASES = {

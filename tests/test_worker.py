@@ -31,14 +31,15 @@ from models import make_job, sgd
 from penstock import Job, Remedy
 from penstock.errors import WorkerError
 from penstock.plan import Plan
-from penstock.runtime.assemble import Assembly, capture_for_plan, make_epoch
-from penstock.runtime.capture import call_arguments
-from penstock.runtime.data import load_microbatch
-from penstock.runtime.losses import WeightedLoss
-from penstock.runtime.losses import loss_of as loss_of_output
-from penstock.runtime.precision import autocast_for
-from penstock.runtime.transport import LocalTransport, Pending
-from penstock.runtime.weights import Weights
+from penstock.runtime.capture.capture import call_arguments
+from penstock.runtime.stage.losses import WeightedLoss
+from penstock.runtime.stage.losses import loss_of as loss_of_output
+from penstock.runtime.stage.precision import autocast_for
+from penstock.runtime.stage.weights import Weights
+from penstock.runtime.transport.base import Pending
+from penstock.runtime.transport.threads import LocalTransport
+from penstock.runtime.worker.assemble import Assembly, capture_for_plan, make_epoch
+from penstock.runtime.worker.data import load_microbatch
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind, Schedule
 

@@ -10,16 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import law
-from penstock.runtime.layer_times import SizeTrial
-from penstock.runtime.worker_times import (
-    NOTHING_SENT,
-    StepTimes,
-    TrialWorker,
-    UpdateCosts,
-    fit_updates,
-    nearly_nothing,
-    typical,
-)
+from penstock.runtime.measure.layer_times import SizeTrial
+from penstock.runtime.measure.update_times import UpdateCosts, fit_updates
+from penstock.runtime.measure.worker_times import NOTHING_SENT, StepTimes, TrialWorker, nearly_nothing, typical
 
 PARTS = ((1, 40), (2, 4000), (6, 50_000), (12, 8_000_000), (3, 600))
 """Tensors and bytes of some updates."""

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from in_threads import profile
 from penstock import Job, codec
 from penstock.plan import Plan
-from penstock.runtime.assemble import assemble, make_epoch
-from penstock.runtime.sync import sync_groups
-from penstock.runtime.train import worker_process
-from penstock.runtime.transport import TorchTransport
+from penstock.runtime.process.joining import worker_process
+from penstock.runtime.sync.sync import sync_groups
+from penstock.runtime.transport.process_group import TorchTransport
+from penstock.runtime.worker.assemble import assemble, make_epoch
 
 WIDTH, LAYERS = 2048, 48
 MODEL_BYTES = 4 * WIDTH * WIDTH * LAYERS

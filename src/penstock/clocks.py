@@ -10,12 +10,14 @@ middle, it is off by half the round trip at most; so of many round trips the qui
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
+Clock = Callable[[], float]
+"""Tells the seconds since some moment."""
 Seconds = TypeVar("Seconds", float, np.ndarray[Any, Any])
 """One reading of a clock, or many."""
 

@@ -24,10 +24,10 @@ from penstock.bench.rows import Findings, Row, at_most
 from penstock.job import Job
 from penstock.remedy import Remedy
 from penstock.report.chart import Line, Panel, chart_svg
-from penstock.runtime.blueprint import blueprint_of
-from penstock.runtime.data import load_microbatch
-from penstock.runtime.machine import share_of_machine
-from penstock.runtime.weights import Version, Weights
+from penstock.runtime.capture.blueprint import blueprint_of
+from penstock.runtime.machine.machine import share_of_machine
+from penstock.runtime.stage.weights import Version, Weights
+from penstock.runtime.worker.data import load_microbatch
 from penstock.sampling import Epoch
 from penstock.schedule import Pipeline, Schedule, build_schedule
 from penstock.workloads.models import CharacterModel

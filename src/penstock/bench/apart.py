@@ -14,8 +14,8 @@ from penstock.bench.contenders import TORCH_SCHEDULES, Contender, Ours, TorchDat
 from penstock.bench.jobs import bench_job
 from penstock.bench.pair import by_turns, run_together
 from penstock.plan import Plan
-from penstock.runtime.links import make_links
-from penstock.runtime.train import worker_process
+from penstock.runtime.links.links import make_links
+from penstock.runtime.process.joining import worker_process
 
 ROUNDS = 3
 ROUND_S = 1.0

@@ -20,16 +20,17 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from penstock.clocks import Clock
 from penstock.job import Job
 from penstock.plan import Plan
-from penstock.runtime.assemble import Assembly, assemble
-from penstock.runtime.blueprint import Blueprint, blueprint_of
-from penstock.runtime.capture import call_arguments
-from penstock.runtime.data import load_batch
-from penstock.runtime.optimizers import Optimizers
-from penstock.runtime.split import Splitter
-from penstock.runtime.transport import Transport
-from penstock.runtime.worker import Clock, Feed, Segment
+from penstock.runtime.capture.blueprint import Blueprint, blueprint_of
+from penstock.runtime.capture.capture import call_arguments
+from penstock.runtime.capture.split import Splitter
+from penstock.runtime.stage.optimizers import Optimizers
+from penstock.runtime.transport.base import Transport
+from penstock.runtime.worker.assemble import Assembly, assemble
+from penstock.runtime.worker.data import load_batch
+from penstock.runtime.worker.worker import Feed, Segment
 from penstock.schedule import Kind
 
 TIMEOUT_S = 120.0

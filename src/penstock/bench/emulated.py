@@ -13,7 +13,7 @@ from penstock.bench.rows import Column, Findings
 from penstock.bench.table1 import compare, profiles_directory
 from penstock.bench.why import Compared, config_of
 from penstock.plan import Plan
-from penstock.runtime.emulate import emulate
+from penstock.runtime.emulate.emulate import emulate
 from penstock.simulate import simulate
 
 CASES = ("VGG-16 4x4 A", "AlexNet 4x4 A", "GNMT-16 4x4 A", "GNMT-8 3x4 A")

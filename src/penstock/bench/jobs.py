@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from penstock.errors import JobError
 from penstock.job import Job
 from penstock.profile import Profile
-from penstock.runtime.jobs import build_job
-from penstock.runtime.measure import Progress, profile_job
+from penstock.runtime.measure.measure import Progress, profile_job
+from penstock.runtime.process.jobs import build_job
 from penstock.workloads import demo
 from penstock.workloads.models import small_vgg, vgg11
 from penstock.workloads.transformers import import_transformers

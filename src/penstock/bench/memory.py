@@ -19,9 +19,9 @@ from penstock import codec
 from penstock.bench.contenders import TIMEOUT_S, Ours
 from penstock.bench.jobs import bench_job
 from penstock.plan import Plan
-from penstock.runtime.launch import launch_workers
-from penstock.runtime.train import worker_process
-from penstock.runtime.transport import TorchTransport
+from penstock.runtime.process.joining import worker_process
+from penstock.runtime.process.launch import launch_workers
+from penstock.runtime.transport.process_group import TorchTransport
 
 MINIBATCHES = 8
 TRAINING = "training"

@@ -25,13 +25,13 @@ from penstock.errors import CaptureError, PenstockError, WorkerError
 from penstock.job import Job
 from penstock.plan import Plan
 from penstock.planner import Hints, make_plan
-from penstock.runtime.assemble import Assembly, assemble, make_epoch
-from penstock.runtime.capture import capture
-from penstock.runtime.data import load_batch
-from penstock.runtime.measure import profile_job
-from penstock.runtime.split import Splitter
-from penstock.runtime.transport import LocalExchange, LocalTransport
-from penstock.runtime.verify import compare, save_gradients
+from penstock.runtime.capture.capture import capture
+from penstock.runtime.capture.split import Splitter
+from penstock.runtime.measure.measure import profile_job
+from penstock.runtime.process.verify import compare, save_gradients
+from penstock.runtime.transport.threads import LocalExchange, LocalTransport
+from penstock.runtime.worker.assemble import Assembly, assemble, make_epoch
+from penstock.runtime.worker.data import load_batch
 from penstock.workloads.torchvision import import_torchvision
 from penstock.workloads.transformers import import_transformers
 from penstock.workloads.zoo import ZOO, ZooModel

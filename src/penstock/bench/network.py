@@ -25,7 +25,7 @@ from penstock.cluster import Cluster, load_cluster
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
 from penstock.report.chart import Line, Panel, chart_svg
-from penstock.runtime.machine import share_of_machine
+from penstock.runtime.machine.machine import share_of_machine
 from penstock.units import show_bits_per_s
 
 CASE = "vgg11"

@@ -15,9 +15,9 @@ from penstock import codec
 from penstock.bench.contenders import TORCH_SCHEDULES, Alone, Contender, Ours, TorchDataParallel, TorchPipeline
 from penstock.bench.jobs import bench_job
 from penstock.plan import Plan
-from penstock.runtime.links import make_links
-from penstock.runtime.train import worker_process
-from penstock.runtime.transport import Transport
+from penstock.runtime.links.links import make_links
+from penstock.runtime.process.joining import worker_process
+from penstock.runtime.transport.base import Transport
 
 ROUNDS = 5
 ROUND_S = 1.5

@@ -23,11 +23,11 @@ from penstock.bench.contenders import CPU, Alone, Ours, Whole, steps_per_s
 from penstock.bench.jobs import bench_job, bench_profile
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
-from penstock.runtime.assemble import capture_for_plan
-from penstock.runtime.links import make_links, talking_pairs
-from penstock.runtime.survey import survey_cluster
-from penstock.runtime.sync import sync_groups
-from penstock.runtime.train import join_workers, worker_process
+from penstock.runtime.links.links import make_links, talking_pairs
+from penstock.runtime.process.joining import join_workers, worker_process
+from penstock.runtime.process.survey import survey_cluster
+from penstock.runtime.sync.sync import sync_groups
+from penstock.runtime.worker.assemble import capture_for_plan
 from penstock.schedule import Kind
 from penstock.trace import Event, merge
 

@@ -9,7 +9,7 @@ from penstock.bench.jobs import JOBS, bench_job, bench_profile
 from penstock.bench.rows import Findings, Row
 from penstock.cluster import ANY_KIND
 from penstock.profile import Profile
-from penstock.runtime.machine import share_of_machine
+from penstock.runtime.machine.machine import share_of_machine
 
 ROUNDS = 5
 WHOLE_S = 1.0

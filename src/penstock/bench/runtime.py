@@ -23,8 +23,8 @@ from penstock.plan import Plan, Stage
 from penstock.plan_costs import PlanCosts
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
-from penstock.runtime.launch import launch_workers
-from penstock.runtime.machine import share_of_machine
+from penstock.runtime.machine.machine import share_of_machine
+from penstock.runtime.process.launch import launch_workers
 from penstock.schedule import Pipeline, usual_depth
 from penstock.schedule.builders import position_on
 

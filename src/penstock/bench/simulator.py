@@ -26,7 +26,7 @@ from penstock.cluster import Cluster, Level
 from penstock.plan import Plan
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
-from penstock.runtime.launch import launch_workers
+from penstock.runtime.process.launch import launch_workers
 from penstock.simulate import simulate
 from penstock.units import show_bits_per_s
 

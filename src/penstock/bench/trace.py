@@ -26,14 +26,14 @@ from penstock.cluster import local_cluster
 from penstock.plan import Plan
 from penstock.planner import Hints, make_plan
 from penstock.record import Start, Writer
-from penstock.runtime.events import EventLog
-from penstock.runtime.launch import launch_workers
-from penstock.runtime.links import make_links
-from penstock.runtime.machine import share_of_machine
-from penstock.runtime.memory import MemoryMeter
-from penstock.runtime.progress import Progress
-from penstock.runtime.train import worker_process
-from penstock.runtime.worker import Segment
+from penstock.runtime.links.links import make_links
+from penstock.runtime.machine.machine import share_of_machine
+from penstock.runtime.machine.memory import MemoryMeter
+from penstock.runtime.process.joining import worker_process
+from penstock.runtime.process.launch import launch_workers
+from penstock.runtime.process.progress import Progress
+from penstock.runtime.worker.events import EventLog
+from penstock.runtime.worker.worker import Segment
 from penstock.schedule import Action, Kind
 
 CASES = ("vgg", "transformer")

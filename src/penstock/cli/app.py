@@ -279,7 +279,7 @@ def export(
 ) -> None:
     """Write a plan as another system's file, or a checkpoint's weights as one file for any program."""
     if source.is_dir():
-        from penstock.runtime.portable import export_weights
+        from penstock.runtime.checkpoint.portable import export_weights
 
         export_weights(source, form, output)
     else:
@@ -422,7 +422,7 @@ def emulate(
     """Run a plan on devices that are not here: its workers exchange real messages, computing is a timed wait."""
     loaded = codec.load(Plan, plan)
     checks.check_run_directory(run)
-    from penstock.runtime.emulate import emulate as run_emulated
+    from penstock.runtime.emulate.emulate import emulate as run_emulated
 
     found = run_emulated(loaded, minibatches, dilation=dilation, timeout_s=timeout)
     directory = new_run(f"{plan.stem}-emulated") if run is None else RunDirectory(run)

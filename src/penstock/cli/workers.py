@@ -28,16 +28,16 @@ from penstock.planner import make_plan
 from penstock.profile import Profile
 from penstock.provenance import provenance_of
 from penstock.run import RunDirectory
-from penstock.runtime.assemble import check_job
-from penstock.runtime.jobs import load_job
-from penstock.runtime.launch import Interrupted, is_launched, is_worker, launch_workers
-from penstock.runtime.machine import share_of_machine
-from penstock.runtime.measure import profile_job
-from penstock.runtime.resume import check_run
-from penstock.runtime.scalars import check_tensorboard
-from penstock.runtime.survey import THREADS, survey_cluster
-from penstock.runtime.train import Options, train_worker
-from penstock.runtime.verify import Verification, compare, verify_worker
+from penstock.runtime.checkpoint.resume import check_run
+from penstock.runtime.machine.machine import share_of_machine
+from penstock.runtime.measure.measure import profile_job
+from penstock.runtime.process.jobs import load_job
+from penstock.runtime.process.launch import Interrupted, is_launched, is_worker, launch_workers
+from penstock.runtime.process.scalars import check_tensorboard
+from penstock.runtime.process.survey import THREADS, survey_cluster
+from penstock.runtime.process.train import Options, train_worker
+from penstock.runtime.process.verify import Verification, compare, verify_worker
+from penstock.runtime.worker.assemble import check_job
 from penstock.survey import Survey
 
 __all__ = [

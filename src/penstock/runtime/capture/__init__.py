@@ -1,0 +1,10 @@
+"""From an unmodified model to a graph of layers, and from that to sections which stages run.
+
+- ``capture``: the front ends, tried in turn; ``reasons`` says why one failed, ``layer_drop`` sees past LayerDrop.
+- ``grouping``: operations joined into layers.
+- ``aliases``, ``inplace``: which operations share or overwrite memory, and how cutting stays safe.
+- ``fidelity``: compares outputs and gradients of a capture with the model's.
+- ``split``: sections of a graph, over the model's own parameters.
+- ``blueprint``, ``recording``: models that are built without memory, and filled part by part.
+- ``randomness``: random numbers keyed by run, microbatch and layer.
+"""

@@ -1,0 +1,269 @@
+"""Workers whose computing is a timed wait. All else is the runtime's own: worker, mailbox, weights and their versions,
+sync, and tensors that really travel.
+
+Emulated seconds pass ``dilation`` times as slowly as real ones, so that what the real work costs is small beside what
+is waited for. Tensors are ``shrink`` times smaller than those they stand for, and paced by their true sizes: to copy
+the weights of sixteen GPUs through one machine's memory would take longer than the GPUs do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.graph import Value
+from penstock.runtime.capture.split import Section
+from penstock.runtime.emulate.emulated_network import EmulatedNetwork, Transfer, Way
+from penstock.runtime.stage.stage import StageModule
+from penstock.runtime.stage.weights import Version, Weights
+from penstock.runtime.sync.sync import GradientSync
+from penstock.runtime.transport.base import Channel, Pending, Transport
+from penstock.schedule import Kind
+
+
+class DilatedClock:
+    """Seconds since it was made, each of which takes ``dilation`` real ones."""
+
+    def __init__(self, dilation: float) -> None:
+        self.dilation = dilation
+        self._start_s = time.perf_counter()
+
+    def __call__(self) -> float:
+        return (time.perf_counter() - self._start_s) / self.dilation
+
+    def sleep_until(self, moment_s: float) -> None:
+        while (left_s := moment_s - self()) > 0:
+            time.sleep(left_s * self.dilation)
+
+    @contextmanager
+    def lasting(self, seconds: float) -> Iterator[None]:
+        """What is done inside takes so long in all, unless it takes longer by itself."""
+        end_s = self() + seconds
+        yield
+        self.sleep_until(end_s)
+
+
+def shrunk(num_bytes: float, shrink: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor that stands for so many bytes."""
+    return torch.zeros(max(1, round(num_bytes / shrink / dtype.itemsize)), dtype=dtype)
+
+
+def value_tensor(value: Value, num_bytes: float, shrink: float) -> Tensor:
+    """A tensor that stands for a value of so many bytes."""
+    dtype = torch.float32 if value.is_float32 or not value.dtype else getattr(torch, value.dtype)
+    return shrunk(num_bytes, shrink, dtype).requires_grad_(value.differentiable)
+
+
+class EmulatedWeights(Weights):
+    """Real ones, of which an update takes the profile's seconds."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        update_s: Callable[[], float],
+        clock: DilatedClock,
+        average_s: float = 0.0,
+    ) -> None:
+        super().__init__(parameters, lambda named: torch.optim.SGD(named, lr=0.0))
+        self.average_s, self._update_s, self._clock = average_s, update_s, clock
+
+    def step(self, count: int = 0, *, keep: bool = False, rate: float = 1.0) -> None:
+        with self._clock.lasting(self._update_s()):
+            super().step(count, keep=keep, rate=rate)
+
+
+class EmulatedSync(GradientSync):
+    """Averages for real, and takes the profile's seconds of a worker's own time beside the all-reduce."""
+
+    def __init__(self, *args: Any, clock: DilatedClock, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._clock = clock
+
+    def run(self, stages: Sequence[Weights], round_index: int) -> None:
+        super().run(stages, round_index)
+        own_s = max((weights.average_s for weights in stages if isinstance(weights, EmulatedWeights)), default=0.0)
+        self._clock.sleep_until(self._clock() + own_s)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    version: Version
+    received: Mapping[str, Tensor]
+    round_number: int | None = None
+
+
+class EmulatedStage(StageModule):
+    """Holds versions of weights and microbatches in flight as any stage does, and makes tensors of the right sizes."""
+
+    def __init__(
+        self,
+        weights: EmulatedWeights,
+        seconds: Callable[[Kind], float],
+        *,
+        makes: Mapping[str, Tensor],
+        finals: Sequence[tuple[str, float]],
+        clock: DilatedClock,
+    ) -> None:
+        """``seconds`` is asked once for every action. ``finals`` are the parameters as a backward finds their
+        gradients, and how much of it has passed then."""
+        section = Section(
+            module=fx.GraphModule(nn.Module(), fx.Graph()),
+            reads=(),
+            receives=(),
+            sends=tuple(makes),
+            makes_output=False,
+            parameters=weights.parameters,
+            local_names={},
+            buffers={},
+        )
+        super().__init__(section, weights, lambda output, target: torch.zeros(()))
+        self._seconds, self._makes, self._finals, self._clock = seconds, makes, finals, clock
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._kept)
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Sequence[Any],
+        received: Mapping[str, Tensor],
+        target: Any,
+        version_number: int | None = None,
+        staleness: int = 0,
+        *,
+        key: int = 0,
+    ) -> dict[str, Tensor]:
+        with self._clock.lasting(self._seconds(Kind.FORWARD)):
+            self._kept[microbatch] = _Kept(self.weights.acquire(version_number, staleness), received)
+            return dict(self._makes)
+
+    def backward(
+        self,
+        microbatch: int,
+        gradients: Mapping[str, list[Tensor | None]],
+        *,
+        loss_weight: float,
+        scale: float,
+        round_number: int | None = None,
+    ) -> dict[str, Tensor | None]:
+        found = self._gradients_of_inputs(microbatch, round_number)
+        self._find_gradients(microbatch, self._seconds(Kind.BACKWARD))
+        return found
+
+    def backward_input(
+        self,
+        microbatch: int,
+        gradients: Mapping[str, list[Tensor | None]],
+        *,
+        loss_weight: float,
+        scale: float,
+        round_number: int | None = None,
+    ) -> dict[str, Tensor | None]:
+        with self._clock.lasting(self._seconds(Kind.INPUT)):
+            return self._gradients_of_inputs(microbatch, round_number)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._find_gradients(microbatch, self._seconds(Kind.WEIGHT))
+
+    def _gradients_of_inputs(self, microbatch: int, round_number: int | None) -> dict[str, Tensor | None]:
+        kept = self._kept[microbatch]
+        self._kept[microbatch] = _Kept(kept.version, {}, round_number)
+        return {name: torch.zeros_like(value) if value.requires_grad else None for name, value in kept.received.items()}
+
+    def _find_gradients(self, microbatch: int, seconds: float) -> None:
+        """In one wait; one by one where averaging overlaps with it."""
+        kept, start_s = self._kept.pop(microbatch), self._clock()
+
+        def find_one_by_one() -> None:
+            for name, share in self._finals:
+                self._clock.sleep_until(start_s + share * seconds)
+                torch.autograd.backward(kept.version.leaves[name].sum())
+
+        with self._clock.lasting(seconds):
+            overlaps = self.weights.on_final is not None
+            find = find_one_by_one if overlaps else lambda: _make_gradients(kept.version)
+            self.weights.backward(kept.version, find, 1.0, kept.round_number)
+            self.weights.finish(kept.version, kept.round_number)
+
+
+def _make_gradients(version: Version) -> None:
+    """As a backward leaves them: added to what is there."""
+    for leaf in version.leaves.values():
+        if leaf.grad is None:
+            leaf.grad = torch.zeros_like(leaf)
+
+
+class EmulatedTransport:
+    """Carries real messages by another transport, and hands them over when the cluster's network would have."""
+
+    def __init__(
+        self, inner: Transport, devices: Sequence[int], network: EmulatedNetwork, shrink: float, clock: DilatedClock
+    ) -> None:
+        """``devices`` has the device of each worker."""
+        self.rank, self._inner, self._devices = inner.rank, inner, devices
+        self._network, self._shrink, self._clock = network, shrink, clock
+        self._calls: dict[tuple[int, ...], int] = defaultdict(int)
+
+    def send(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        peer, direction = channel
+        ends = self._devices[self.rank], self._devices[peer]
+        self._network.send((self.rank, peer, direction), number, ends, tensor.nbytes * self._shrink)
+        return self._inner.send(tensor, channel, number)
+
+    def receive(self, tensor: Tensor, channel: Channel, number: int) -> Pending:
+        peer, direction = channel
+        return _Paced(self._inner.receive(tensor, channel, number), self, (peer, self.rank, direction), number)
+
+    def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
+        self.begin_all_reduce(tensor, workers).wait(timeout_s)
+
+    def carries(self, workers: tuple[int, ...]) -> bool:
+        return self._network.cluster.carries([self._devices[worker] for worker in workers])
+
+    def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
+        devices = [self._devices[worker] for worker in workers]
+        call, self._calls[workers] = self._calls[workers], self._calls[workers] + 1
+        transfer = self._network.ring(workers, call, devices, tensor.nbytes * self._shrink)
+        return _PacedSum(self._inner.begin_all_reduce(tensor, workers), self, transfer)
+
+    def claim(self, way: Way, number: int) -> None:
+        self.see_in(self._network.claim(way, number))
+
+    def see_in(self, transfer: Transfer) -> None:
+        while (there_s := self._network.there_s(transfer)) > self._clock():
+            self._clock.sleep_until(there_s)
+
+
+@dataclass(frozen=True)
+class _PacedSum:
+    inner: Pending
+    transport: EmulatedTransport
+    transfer: Transfer
+
+    def wait(self, timeout_s: float) -> None:
+        self.inner.wait(timeout_s)  # all have come
+        self.transport.see_in(self.transfer)
+
+
+@dataclass
+class _Paced:
+    inner: Pending
+    transport: EmulatedTransport
+    way: Way
+    number: int
+    over: bool = False
+
+    def wait(self, timeout_s: float) -> None:
+        if not self.over:
+            self.inner.wait(timeout_s)
+            self.transport.claim(self.way, self.number)
+            self.over = True
