@@ -17,7 +17,7 @@ from models import MODELS, make_job
 from penstock import codec
 from penstock.planner import make_plan
 from penstock.profile import Profile
-from penstock.runtime.measure.layer_times import _Run, _times
+from penstock.runtime.measure.layer_times import LayerRun, times_of
 from penstock.runtime.measure.measure import UNCERTAINTY, profile_job, sizes_to_measure
 
 
@@ -103,15 +103,17 @@ def test_layers_and_the_workers_own_time_add_up_to_a_whole_step() -> None:
 
 def test_what_it_costs_to_go_layer_by_layer_is_not_part_of_a_layers_seconds() -> None:
     """Found on models with many small layers: stages that had more of them were predicted slower than they are."""
-    empty_whole, empty_halves = [_Run(1.0, 1.0, 0.0)], [_Run(1.0, 1.0, 0.5)]
-    times = _times([_Run(3.0, 5.0, 0.0)], [_Run(3.5, 3.0, 3.0)], empty_whole, empty_halves)
+    empty_whole, empty_halves = [LayerRun(1.0, 1.0, 0.0)], [LayerRun(1.0, 1.0, 0.5)]
+    times = times_of([LayerRun(3.0, 5.0, 0.0)], [LayerRun(3.5, 3.0, 3.0)], empty_whole, empty_halves)
     assert (times.forward_s, times.backward_s) == pytest.approx((2.0, 4.0))
     assert (times.halved_forward_s, times.input_s, times.weight_s) == pytest.approx((2.5, 2.0, 2.5))
     assert times.weight_share == pytest.approx(2.5 / 4.5)
 
 
 def test_a_layer_that_takes_no_longer_than_an_empty_one_still_takes_some_time() -> None:
-    times = _times([_Run(1.0, 1.0, 0.0)], [_Run(1.0, 1.0, 0.0)], [_Run(1.1, 1.1, 0.0)], [_Run(1.1, 1.1, 0.0)])
+    times = times_of(
+        [LayerRun(1.0, 1.0, 0.0)], [LayerRun(1.0, 1.0, 0.0)], [LayerRun(1.1, 1.1, 0.0)], [LayerRun(1.1, 1.1, 0.0)]
+    )
     assert (times.forward_s, times.input_s, times.weight_s) == pytest.approx((0.1, 0.1, 0.0))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from builders import law
 from penstock.runtime.measure.layer_times import SizeTrial
 from penstock.runtime.measure.update_times import UpdateCosts, fit_updates
-from penstock.runtime.measure.worker_times import NOTHING_SENT, StepTimes, TrialWorker, nearly_nothing, typical
+from penstock.runtime.measure.worker_times import StepTimes, TrialStage, TrialWorker, nearly_nothing, typical
 
 PARTS = ((1, 40), (2, 4000), (6, 50_000), (12, 8_000_000), (3, 600))
 """Tensors and bytes of some updates."""
@@ -48,9 +48,9 @@ def test_typical_seconds_are_the_mean_of_the_middle_half() -> None:
 
 def take_all_turns(worker: TrialWorker, feed: SizeTrial, times: StepTimes) -> None:
     """Plain steps, and beside an empty stage, by whole backwards and by halves."""
-    worker.run(feed, times, NOTHING_SENT)
+    worker.run(feed, [times])
     for in_halves in (False, True):
-        worker.run(feed, times, NOTHING_SENT, in_halves=in_halves, beside=True)
+        worker.run(feed, [times], in_halves=in_halves, beside=True)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -65,7 +65,7 @@ def test_a_few_runs_tell_all_of_a_workers_own_time(microbatches: int) -> None:
 
     (stage, inputs), (halved, _) = (nearly_nothing(torch.device("cpu"), in_halves=halves) for halves in (False, True))
     feed = SizeTrial(1, microbatches, inputs, None, lambda: (inputs, None))
-    worker, times = TrialWorker(stage, halved, clock, torch.device("cpu")), StepTimes(microbatches)
+    worker, times = TrialWorker([TrialStage(stage, halved)], clock, torch.device("cpu")), StepTimes(microbatches)
     take_all_turns(worker, feed, times)
     own = times.own
     assert (own.forward_s, own.backward_s, own.backward_input_s, own.backward_weight_s, own.between_s) == (1.0,) * 5
@@ -90,7 +90,7 @@ def test_loading_is_what_is_between_actions_where_a_microbatch_is_loaded_beyond_
         now_s += 7.0
         return inputs, None
 
-    worker, times = TrialWorker(stage, halved, clock, torch.device("cpu")), StepTimes(4)
+    worker, times = TrialWorker([TrialStage(stage, halved)], clock, torch.device("cpu")), StepTimes(4)
     take_all_turns(worker, SizeTrial(1, 4, inputs, None, load), times)
     assert times.load_s == 7.0
     assert times.own.between_s == 1.0
@@ -119,11 +119,11 @@ def test_actions_are_told_apart_by_the_action_before_them() -> None:
     stage.forward = taking("forward", stage.forward)  # type: ignore[method-assign]
     stage.backward = taking("backward", stage.backward)  # type: ignore[method-assign]
     stage.weights.step = taking("step", stage.weights.step)  # type: ignore[method-assign]
-    worker, times = TrialWorker(stage, halved, lambda: now_s, torch.device("cpu")), StepTimes(4)
-    worker.run(SizeTrial(1, 4, inputs, None, lambda: (inputs, None)), times)
+    worker, times = TrialWorker([TrialStage(stage, halved)], lambda: now_s, torch.device("cpu")), StepTimes(4)
+    worker.run(SizeTrial(1, 4, inputs, None, lambda: (inputs, None)), [times])
     assert (times.forward_s, times.forward_switch_s, times.first_forward_s) == (3.0, 1.0, 3.0)
     assert (times.backward_s, times.backward_switch_s) == (5.0, 2.0)
     last, always_after = "nothing", StepTimes(1)
-    worker.run(SizeTrial(1, 1, inputs, None, lambda: (inputs, None)), always_after)
+    worker.run(SizeTrial(1, 1, inputs, None, lambda: (inputs, None)), [always_after])
     assert (always_after.forward_s, always_after.forward_switch_s, always_after.first_forward_s) == (6.0, 0.0, 0.0)
     assert (always_after.backward_s, always_after.backward_switch_s) == (7.0, 0.0)

@@ -1,6 +1,7 @@
 """Seconds and bytes of a captured model: how a profile is made.
 
 - ``measure``: puts a profile together from all that is measured.
-- ``layer_times``: passes through all layers; ``part_times``: what halves and quarters of the model say of layers.
-- ``worker_times``: the steps of a worker that is timed; ``update_times``: updates by call, tensor and byte.
+- ``passes``: takes passes through all layers (``layer_times``) and whole steps by turns (``worker_times``).
+- ``part_times``: what whole steps of parts of the model say of its layers.
+- ``update_times``: updates by call, tensor and byte.
 """

@@ -26,10 +26,11 @@ from penstock.runtime.capture.fidelity import untouched
 from penstock.runtime.capture.randomness import drawing
 from penstock.runtime.capture.split import Section, Splitter
 from penstock.runtime.machine.machine import device_kind
-from penstock.runtime.measure.layer_times import SizeTrial, Steps, Timer, as_leaf, tensors_in
+from penstock.runtime.measure.layer_times import SizeTrial, Timer, as_leaf, tensors_in
 from penstock.runtime.measure.part_times import LayerTimes
+from penstock.runtime.measure.passes import Steps, take_passes
 from penstock.runtime.measure.update_times import average_times, fit_updates, step_times
-from penstock.runtime.measure.worker_times import StepTimes, TrialWorker, nearly_nothing
+from penstock.runtime.measure.worker_times import StepTimes, TrialStage, TrialWorker, nearly_nothing
 from penstock.runtime.messages.payload import obstacle
 from penstock.runtime.stage.losses import WeightedLoss
 from penstock.runtime.stage.optimizers import Optimizers
@@ -210,7 +211,8 @@ class Measurement:
             return
         self._one_by_one(timed=False, progress=lambda done, _: progress(done, 2 * count))
         try:
-            found = self.timer.in_passes(
+            found = take_passes(
+                self.timer,
                 [size.trial for size in self.sizes],
                 lambda done, passes: progress(count + count * done // passes, 2 * count),
                 opaque={name for size in self.sizes for name, made in size.made.items() if made.opaque},
@@ -226,12 +228,13 @@ class Measurement:
 
     def _time_worker(self) -> None:
         """By itself, for want of room for the whole model beside it."""
-        stages = [nearly_nothing(self.timer.device, in_halves=halves) for halves in (False, True)]
-        (stage, inputs), (halved, _) = stages
+        (stage, inputs), (halved, _) = (
+            nearly_nothing(self.timer.device, in_halves=in_halves) for in_halves in (False, True)
+        )
         steps, feed = StepTimes(), replace(self.sizes[0].trial, next_microbatch=lambda: (inputs, None))
-        worker = TrialWorker(stage, halved, self.timer.clock, self.timer.device)
+        worker = TrialWorker([TrialStage(stage, halved)], self.timer.clock, self.timer.device)
         for number in range(STEPS_ALONE):
-            worker.run(feed, steps, in_halves=number % 3 == 1, beside=number % 3 > 0)
+            worker.run(feed, [steps], in_halves=number % 3 == 1, beside=number % 3 > 0)
         self.own = steps.own
         for size in self.sizes:
             size.load_s = self.timer.typical_s(size.trial.next_microbatch)
@@ -366,7 +369,7 @@ class Measurement:
         if self._steps is not None:
             steps = self._steps.at[0]
             call_s = max(call_s, self.own.update_s)
-            for part, step in zip(self._steps.parts, steps.parts, strict=True):
+            for part, step in zip(self._steps.division.parts, steps.parts, strict=True):
                 own = {name for layer in part for name in self.splitter.parameters_of(layer) if name in trained}
                 update_s |= _adding_up_to(step.update_s - call_s, {name: update_s[name] for name in own})
                 if step.copy_s is not None:

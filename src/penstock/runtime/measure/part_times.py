@@ -2,22 +2,22 @@
 
 A pass through all layers, one by one, tells how the layers compare, but not what a stage takes. The first layers of a
 pass find caches that hold other code and data; in a pipeline the first layers of every stage do. A worker with part of
-a model finds more of its weights in the caches than one with all of it. So halves and quarters of the model take whole
-steps too, each as the one stage of a worker. A layer's seconds are scaled so that each quarter adds up to what it took.
-What four quarters take more than two halves is what every further action costs, whatever its layers.
+a model finds more of its weights in the caches than one with all of it. So parts of the model take whole steps too:
+
+- each half as the one stage of a worker: the seconds of its layers are scaled to add up to what it took;
+- each half as two stages, its quarters, of one worker: with the same half of the model in the caches, what two stages
+  take more than one is what every further action costs, whatever its layers.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from penstock.profile import WorkerSeconds
-from penstock.runtime.capture.split import Section, Splitter
-from penstock.runtime.measure.worker_times import SameMessages, StepTimes, TrialWorker
+from penstock.runtime.capture.split import Splitter
+from penstock.runtime.measure.worker_times import StepTimes
 
 LARGEST_BYTES = 2**28
 """Of parameters. Larger models are not divided: the parts would take memory, and no cache holds much of them anyway."""
@@ -48,27 +48,6 @@ class LayerTimes:
         return self.weight_s / (self.input_s + self.weight_s) if self.weight_s else 0.0
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some layers as the one stage of a worker."""
-
-    layers: range
-    section: Section
-    worker: TrialWorker
-
-    @property
-    def crossing(self) -> frozenset[str]:
-        """The names of the values that it receives or sends."""
-        return frozenset((*self.section.receives, *self.section.sends))
-
-    def messages(
-        self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], *, weighted: bool
-    ) -> SameMessages:
-        section = self.section
-        received, sent = ({name: values[name] for name in section.receives}, section.sends)
-        return SameMessages(received, {name: gradients[name] for name in sent}, weighted=weighted)
-
-
 def places_to_cut(splitter: Splitter, opaque: Collection[str]) -> list[int]:
     """The layers before which a model can be cut: no value that cannot be sent crosses there."""
     count = len(splitter.captured.layers)
@@ -81,17 +60,30 @@ def places_to_cut(splitter: Splitter, opaque: Collection[str]) -> list[int]:
     return [place for place in range(1, count) if place not in crossed]
 
 
-def divided(seconds: Sequence[float], places: Sequence[int]) -> tuple[list[range], list[range]]:
-    """Halves and quarters of the layers, by their seconds, cut at some of ``places``; none where these are too few."""
+@dataclass(frozen=True)
+class Division:
+    """The layers of a model, in their order, cut into halves and these into quarters; or none where it is whole."""
+
+    count: int
+    halves: Sequence[range] = ()
+    quarters: Sequence[range] = ()
+
+    @property
+    def parts(self) -> Sequence[range]:
+        return self.halves or (range(self.count),)
+
+
+def divided(seconds: Sequence[float], places: Sequence[int]) -> Division:
+    """By what the layers take, cut at some of ``places``; not at all where these are too few."""
     if len(places) < QUARTERS - 1:
-        return [], []
+        return Division(len(seconds))
     before = list(itertools.accumulate(seconds, initial=0.0))
     chosen: list[int] = []
     for quarter in range(1, QUARTERS):
         left = [place for place in places if not chosen or place > chosen[-1]]
         enough = left[: len(left) - (QUARTERS - 1 - quarter)]  # later cuts need a place too
         chosen.append(min(enough, key=lambda place: abs(before[place] - before[-1] * quarter / QUARTERS)))
-    return _ranges(chosen[1:2], len(seconds)), _ranges(chosen, len(seconds))
+    return Division(len(seconds), _ranges(chosen[1:2], len(seconds)), _ranges(chosen, len(seconds)))
 
 
 def _ranges(cuts: Sequence[int], count: int) -> list[range]:
@@ -100,23 +92,18 @@ def _ranges(cuts: Sequence[int], count: int) -> list[range]:
 
 @dataclass(frozen=True)
 class PartedSteps:
-    """What whole steps took: with the whole model as one stage, and with each half and quarter of it."""
+    """What whole steps took: of a worker with the whole model as one stage, and of workers with half of it each."""
 
     whole: StepTimes
     halves: Sequence[StepTimes] = ()
+    """Of each half as one stage."""
     quarters: Sequence[StepTimes] = ()
+    """Of each half as two stages, one after the other."""
 
     @property
     def parts(self) -> Sequence[StepTimes]:
-        """The smallest that there are."""
-        return self.quarters or (self.whole,)
-
-    def _each_further(self, seconds: Callable[[StepTimes], float]) -> float:
-        """What every further stage takes, whatever its layers."""
-        if not self.quarters:
-            return 0.0
-        further_s = sum(map(seconds, self.quarters)) - sum(map(seconds, self.halves))
-        return max(0.0, further_s) / (len(self.quarters) - len(self.halves))
+        """Of the smallest parts that were a worker's only stage."""
+        return self.halves or (self.whole,)
 
     @property
     def own(self) -> WorkerSeconds:
@@ -131,6 +118,13 @@ class PartedSteps:
             update_s=self._each_further(lambda step: step.update_s),
         )
 
+    def _each_further(self, seconds: Callable[[StepTimes], float]) -> float:
+        """What every further stage takes, whatever its layers."""
+        if not self.quarters:
+            return 0.0
+        further_s = sum(map(seconds, self.quarters)) - sum(map(seconds, self.halves))
+        return max(0.0, further_s) / (len(self.quarters) - len(self.halves))
+
 
 def _forward_s(step: StepTimes) -> float:
     return step.forward_s + step.forward_switch_s
@@ -141,13 +135,16 @@ def _backward_s(step: StepTimes) -> float:
 
 
 def scaled_to_steps(
-    layers: Sequence[LayerTimes], parts: Sequence[range], steps: PartedSteps, own: WorkerSeconds
+    layers: Sequence[LayerTimes], division: Division, steps: PartedSteps, own: WorkerSeconds
 ) -> list[LayerTimes]:
     """So that the layers of each part add up to what it took, but for the worker's own time."""
+    compared = list(layers)
+    for quarter, step in zip(division.quarters, steps.quarters, strict=True):
+        compared[quarter.start : quarter.stop] = _weighed(layers[quarter.start : quarter.stop], step, own)
     scaled = [
         each
-        for part, step in zip(parts, steps.parts, strict=True)
-        for each in _scaled_part([layers[layer] for layer in part], step, own)
+        for part, step in zip(division.parts, steps.parts, strict=True)
+        for each in _scaled(compared[part.start : part.stop], step, own)
     ]
     together_s = sum(_forward_s(step) + _backward_s(step) for step in steps.parts)
     together_s -= (len(steps.parts) - 1) * (own.forward_s + own.backward_s)
@@ -158,7 +155,24 @@ def scaled_to_steps(
     ]
 
 
-def _scaled_part(layers: Sequence[LayerTimes], step: StepTimes, own: WorkerSeconds) -> list[LayerTimes]:
+def _weighed(layers: Sequence[LayerTimes], step: StepTimes, own: WorkerSeconds) -> list[LayerTimes]:
+    """A quarter's layers, to be compared with those of the other quarter of its half."""
+    forward = _factor(_forward_s(step) - own.forward_s, sum(times.forward_s for times in layers))
+    backward = _factor(_backward_s(step) - own.backward_s, sum(times.backward_s for times in layers))
+    return [
+        replace(
+            times,
+            forward_s=times.forward_s * forward,
+            halved_forward_s=times.halved_forward_s * forward,
+            backward_s=times.backward_s * backward,
+            input_s=times.input_s * backward,
+            weight_s=times.weight_s * backward,
+        )
+        for times in layers
+    ]
+
+
+def _scaled(layers: Sequence[LayerTimes], step: StepTimes, own: WorkerSeconds) -> list[LayerTimes]:
     totals_s = {
         "forward_s": step.forward_s - own.forward_s,
         "backward_s": step.backward_s - own.backward_s,
@@ -166,8 +180,9 @@ def _scaled_part(layers: Sequence[LayerTimes], step: StepTimes, own: WorkerSecon
         "input_s": step.input_s - step.backward_switch_s - own.backward_input_s,
         "weight_s": step.weight_s - own.backward_weight_s,
     }
-    sums_s = {name: sum(getattr(times, name) for times in layers) for name in totals_s}
-    factors = {name: max(0.0, totals_s[name]) / sum_s if sum_s else 1.0 for name, sum_s in sums_s.items()}
+    factors = {
+        name: _factor(total_s, sum(getattr(times, name) for times in layers)) for name, total_s in totals_s.items()
+    }
     forward = _shares(times.forward_s for times in layers)
     backward = _shares(times.backward_s for times in layers)
     return [
@@ -179,6 +194,10 @@ def _scaled_part(layers: Sequence[LayerTimes], step: StepTimes, own: WorkerSecon
         )
         for times, forward_share, backward_share in zip(layers, forward, backward, strict=True)
     ]
+
+
+def _factor(total_s: float, sum_s: float) -> float:
+    return max(0.0, total_s) / sum_s if sum_s else 1.0
 
 
 def _shares(seconds: Iterable[float]) -> list[float]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from penstock.sync import sync_policy
 NO_DEADLINE_S = 60.0
 """nobody is waited for"""
 ALONE = Pipeline(workers=((0,),), reads=((),))
+TWO_STAGES = Pipeline(workers=((0,), (0,)), reads=((), (0,)))
 
 
 STASHED = 1
@@ -209,13 +210,20 @@ def nearly_nothing(device: torch.device, *, in_halves: bool = False) -> tuple[St
     return stage, splitter.captured.bind(inputs)
 
 
+class Given(NamedTuple):
+    """What a stage receives for every microbatch, as it would from other stages."""
+
+    values: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor | None] = ()
+    """Of the values that the stage sends."""
+
+
 class SameMessages(Mailbox):
     """A mailbox that hands out the same values and gradients for every microbatch, and drops what is sent."""
 
-    def __init__(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], *, weighted: bool) -> None:
-        """``values`` are those that a stage receives, ``gradients`` those of the values that it sends."""
-        self.pipeline, self._values, self._weighted = ALONE, values, weighted
-        self._gradients = list(gradients.values())
+    def __init__(self, given: Sequence[Given], *, weighted: bool = False) -> None:
+        """``given`` has an entry for each stage of the worker."""
+        self.pipeline, self._given, self._weighted = ALONE, given, weighted
 
     def begin(self, schedule: Schedule, samples: Sequence[int]) -> None:
         pass
@@ -223,45 +231,57 @@ class SameMessages(Mailbox):
     def post_receives(self) -> None:
         pass
 
-    def take(self, result: Action, stage: int) -> list[Tensor | None]:
-        if result.kind is Kind.FORWARD:
-            return [value.detach().requires_grad_(value.requires_grad) for value in self._values.values()]
-        return [*self._gradients, torch.ones(1, dtype=torch.float64)] if self._weighted else list(self._gradients)
+    def take(self, need: Action, stage: int) -> list[Tensor | None]:
+        values, gradients = self._given[stage]
+        if need.kind is Kind.FORWARD:
+            return [value.detach().requires_grad_(value.requires_grad) for value in values]
+        return [*gradients, torch.ones(1, dtype=torch.float64)] if self._weighted else list(gradients)
 
-    def send(self, result: Action, target: int, tensors: Sequence[Tensor | None]) -> None:
+    def send(self, action: Action, target_stage: int, tensors: Sequence[Tensor | None]) -> None:
         pass
 
     def finish(self) -> None:
         pass
 
 
-NOTHING_SENT = SameMessages({}, {}, weighted=False)
+NO_MESSAGES = SameMessages([])
+
+
+class TrialStage(NamedTuple):
+    """A stage twice, with the same weights."""
+
+    whole: StageModule
+    halved: StageModule
+    """Its backwards can be taken in halves."""
 
 
 class TrialWorker:
     """Takes whole steps as training does, and times them."""
 
     def __init__(
-        self, stage: StageModule, halved: StageModule, clock: Clock, device: torch.device, *, weighted: bool = False
+        self, stages: Sequence[TrialStage], clock: Clock, device: torch.device, *, weighted: bool = False
     ) -> None:
-        """``halved`` is the same stage with the same weights, whose backwards can be taken in halves."""
+        """``stages`` are one, or two that follow each other."""
         self.clock, self.device = clock, device
-        self._workers = tuple(self._worker(each, weighted) for each in (stage, halved))
+        self._workers = tuple(self._worker(modules, weighted) for modules in zip(*stages, strict=True))
         self._empty = tuple(_EmptyStage(device, in_halves=halves) for halves in (False, True))
 
-    def _worker(self, stage: StageModule, weighted: bool) -> Worker:
-        """Stages before and behind it are numbered as if they existed."""
-        transport, section = LocalTransport(0, LocalExchange()), stage.section
-        own = OwnStage(
-            index=0,
-            module=stage,
-            sends_to={1: section.sends} if section.sends else {},
-            receives_from={-1: section.receives} if section.receives else {},
-        )
+    def _worker(self, modules: Sequence[StageModule], weighted: bool) -> Worker:
+        """Stages before and behind those that are there are numbered as if they existed."""
+        transport = LocalTransport(0, LocalExchange())
+        stages = {
+            index: OwnStage(
+                index=index,
+                module=module,
+                sends_to={index + 1: module.section.sends} if module.section.sends else {},
+                receives_from={index - 1: module.section.receives} if module.section.receives else {},
+            )
+            for index, module in enumerate(modules)
+        }
         return Worker(
             rank=0,
-            stages={0: own},
-            mailbox=NOTHING_SENT,
+            stages=stages,
+            mailbox=NO_MESSAGES,
             sync=GradientSync({}, sync_policy("all-reduce"), transport=transport, timeout_s=NO_DEADLINE_S),
             clock=self.clock,
             device=self.device,
@@ -271,47 +291,49 @@ class TrialWorker:
     def run(
         self,
         feed: Feed,
-        times: StepTimes,
-        messages: SameMessages = NOTHING_SENT,
+        times: Sequence[StepTimes],
+        messages: SameMessages = NO_MESSAGES,
         *,
         in_halves: bool = False,
         beside: bool = False,
     ) -> None:
-        """Minibatches of two microbatches each or of one, as ``times`` has it.
+        """Minibatches of two microbatches each or of one, as ``times`` of each stage has it.
 
             one each                 F B STEP F B STEP F B STEP          the second update is beside one in flight
             two each                 F B F B STEP F F B B STEP F B F B STEP
             two each, in halves      F I W F I W STEP F I W F I W STEP
+            two each, two stages     0F 1F 1B 0F 0B 1F 1B 0B 0STEP 1STEP, twice
 
         The first forward is not counted: what came before it is no part of training. ``beside`` lets a stage that
         computes next to nothing have its turn after each action; only without it the time between actions counts.
         """
         worker, empty = self._workers[in_halves], self._empty[in_halves] if beside else None
-        stage = worker.stages[0].module
-        each, held = min(times.microbatches, 2), list[Version]()
+        each, held = min(times[0].microbatches, 2), list[tuple[Weights, Version]]()
 
         def after(action: Action) -> None:
             if empty is not None:
-                empty.take(action, self._seconds, times)
+                empty.take(action, self._seconds, times[0])
             if action.kind is Kind.STEP:
+                stage = worker.stages[action.stage].module
                 stage.losses.clear()
                 stage.loss_weights.clear()
-                if held:
-                    stage.weights.release(held.pop())
 
         worker.mailbox, worker.on_action, worker.events = messages, after, EventLog()
-        for number, schedule in enumerate(_minibatches(each, in_halves=in_halves)):
+        for number, schedule in enumerate(_minibatches(each, len(times), in_halves=in_halves)):
             if each == 1 and not in_halves and number == STASHED:
-                held.append(stage.weights.acquire())
+                held = [(stage.weights, stage.weights.acquire()) for stage in worker.stages.values()]
             first = number * each
             worker.run(
                 Segment(schedule=schedule, samples=(1,) * each, feed=feed, first_microbatch=first, first_round=number)
             )
-        events = list(worker.events)
-        for (before, _, before_s), (action, start_s, end_s) in itertools.pairwise(events):
-            _list_for(action, before, each, times, in_halves=in_halves).append(end_s - start_s)
+            while held:
+                weights, version = held.pop()
+                weights.release(version)
+        for (before, _, before_s), (action, start_s, end_s) in itertools.pairwise(worker.events):
+            own = times[action.stage]
+            _list_for(action, before, each, own, in_halves=in_halves).append(end_s - start_s)
             if empty is None and not in_halves:
-                (times.loading_s if action.kind is Kind.FORWARD else times.between_s).append(start_s - before_s)
+                (own.loading_s if action.kind is Kind.FORWARD else own.between_s).append(start_s - before_s)
 
     def _seconds(self, compute: Callable[[], Any]) -> float:
         start_s = self.clock()
@@ -322,10 +344,12 @@ class TrialWorker:
 
 
 @lru_cache
-def _minibatches(each: int, *, in_halves: bool) -> list[Schedule]:
-    if in_halves:
-        return [build_schedule("zb-h1", ALONE, (each,))] * 2
-    return [build_schedule(name, ALONE, (each,)) for name in ("1f1b", "gpipe", "1f1b")]
+def _minibatches(each: int, stages: int, *, in_halves: bool) -> list[Schedule]:
+    if stages == 1:
+        names, pipeline = (("zb-h1",) * 2 if in_halves else ("1f1b", "gpipe", "1f1b")), ALONE
+    else:
+        names, pipeline = ("zb-v" if in_halves else "interleaved",) * 2, TWO_STAGES
+    return [build_schedule(name, pipeline, (each,)) for name in names]
 
 
 def _list_for(action: Action, before: Action, each: int, times: StepTimes, *, in_halves: bool) -> list[float]:
@@ -337,12 +361,12 @@ def _list_for(action: Action, before: Action, each: int, times: StepTimes, *, in
         return times.inputs_s
     if action.kind is Kind.WEIGHT:
         return times.weights_s
-    in_a_row = before.kind is action.kind
+    is_first, in_a_row = action.index % each == 0, before[:2] == action[:2]
     if action.kind is Kind.BACKWARD:
-        if before.kind is Kind.FORWARD and action.index % each == 0:
+        if is_first:
             return times.backwards_s
         return times.adding_in_a_row_s if in_a_row else times.adding_s
-    if before.kind is Kind.STEP and each > 1:
+    if is_first and each > 1:
         return [] if in_halves else times.forwards_after_update_s
     if in_halves:
         return times.halved_forwards_s
