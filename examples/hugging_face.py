@@ -1,6 +1,6 @@
-"""A Hugging Face model from a local checkpoint: a directory that `save_pretrained` has written. Nothing is downloaded.
+"""Fine-tunes a Hugging Face model from a local checkpoint: a directory that `save_pretrained` wrote.
 
-Put your own directory and data in their place; the tokens here are random.
+Nothing is downloaded. Replace the directory and the data by your own; the tokens here are random.
 """
 
 import torch

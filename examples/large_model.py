@@ -1,4 +1,4 @@
-"""A job whose model is given as the function that builds it: each worker makes its own stage, and nobody holds it all.
+"""A job that gives the function that builds its model. Each worker builds only its own stage; no process holds it all.
 
 penstock profile examples/large_model.py
 penstock plan profile.json --cluster local:4 --schedule 1f1b
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock import Job
 
-WORDS, WIDTH, BLOCKS, LENGTH = 1000, 256, 8, 32  # of any size: a stage has to fit a worker, not the model
+WORDS, WIDTH, BLOCKS, LENGTH = 1000, 256, 8, 32  # may be larger: only one stage has to fit a worker
 
 
 class Decoder(nn.Module):
@@ -34,7 +34,7 @@ class Decoder(nn.Module):
 
 def job() -> Job:
     torch.manual_seed(0)
-    text = torch.randint(0, WORDS, (64, LENGTH + 1))  # put yours in its place
+    text = torch.randint(0, WORDS, (64, LENGTH + 1))  # replace by your own data
     return Job(
         model=Decoder,  # the class itself: it is called without arguments
         data=torch.utils.data.TensorDataset(text[:, :-1], text[:, 1:]),

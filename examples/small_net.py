@@ -1,4 +1,4 @@
-"""A job: model, data, loss, optimizer. Put yours in their place; the data here is only random numbers."""
+"""The smallest job: model, data, loss and optimizer. Replace them by your own; the data here is random."""
 
 import torch
 from torch import nn

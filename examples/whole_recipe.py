@@ -1,4 +1,4 @@
-"""A job as people train: warm-up and steps of the rate, clipping, bf16, evaluation with a metric, early stop."""
+"""A complete recipe: learning rate with warm-up and steps, clipping, bf16, evaluation with a metric, early stopping."""
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ def job() -> Job:
         nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10),
     )  # fmt: skip
     images = torch.randn(1200, 1, 8, 8)
-    labels = images[:, 0, :2, :5].flatten(1).argmax(1)  # something that can be learnt
+    labels = images[:, 0, :2, :5].flatten(1).argmax(1)  # a rule that the model can learn
     return Job(
         model=model,
         data=TensorDataset(images[:1000], labels[:1000]),

@@ -20,9 +20,11 @@ from penstock.cluster import load_cluster, parse_cluster
 from penstock.planner import make_plan
 from penstock.schedule import FAMILIES, check
 from penstock.simulate import parse_conditions
+from test_layers import RUNTIME
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -116,10 +118,31 @@ def test_every_schedule_is_in_the_docs() -> None:
 
 
 def test_every_link_between_documents_leads_somewhere() -> None:
-    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
             if not target.startswith("http"):
-                assert (document.parent / target).exists(), f"{document.name}: {target}"
+                name, _, anchor = target.partition("#")
+                page = document.parent / name if name else document
+                assert page.exists(), f"{document.name}: {target}"
+                assert not anchor or anchor in anchors(page.read_text()), f"{document.name}: {target}"
+
+
+def anchors(page: str) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_source_file_that_the_documents_name_exists() -> None:
+    files = [path.as_posix() for folder in ("src", "tests", "examples") for path in (ROOT / folder).rglob("*.*")]
+    for document in DOCUMENTS:
+        for name in re.findall(r"`([\w/-]+\.(?:py|js|css))`", document.read_text()):
+            assert any(file.endswith(f"/{name}") for file in files), f"{document.name}: {name}"
+
+
+def test_the_table_of_the_runtimes_folders_has_their_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert tuple(re.findall(r"^\| `(\w+)/` \|", page, flags=re.MULTILINE)) == RUNTIME
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
