@@ -2,5 +2,5 @@
 
 - ``emulate``: runs a plan's workers as threads.
 - ``emulated``: the stage, weights, averaging and transport of such a worker.
-- ``emulated_network``: when what is sent has arrived.
+- ``network``: when what is sent has arrived.
 """

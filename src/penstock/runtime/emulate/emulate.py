@@ -26,7 +26,7 @@ from penstock.runtime.emulate.emulated import (
     shrunk,
     value_tensor,
 )
-from penstock.runtime.emulate.emulated_network import EmulatedNetwork
+from penstock.runtime.emulate.network import EmulatedNetwork
 from penstock.runtime.links.links import talking_pairs
 from penstock.runtime.messages.mailbox import Edge, Mailbox
 from penstock.runtime.sync.sync import owners_of_parameters

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from penstock.graph import Value
 from penstock.runtime.capture.split import Section
-from penstock.runtime.emulate.emulated_network import EmulatedNetwork, Transfer, Way
+from penstock.runtime.emulate.network import Delivery, Direction, EmulatedNetwork
 from penstock.runtime.stage.stage import StageModule
 from penstock.runtime.stage.weights import Version, Weights
 from penstock.runtime.sync.sync import GradientSync
@@ -232,38 +232,38 @@ class EmulatedTransport:
     def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
         devices = [self._devices[worker] for worker in workers]
         call, self._calls[workers] = self._calls[workers], self._calls[workers] + 1
-        transfer = self._network.ring(workers, call, devices, tensor.nbytes * self._shrink)
-        return _PacedSum(self._inner.begin_all_reduce(tensor, workers), self, transfer)
+        delivery = self._network.ring(workers, call, devices, tensor.nbytes * self._shrink)
+        return _PacedSum(self._inner.begin_all_reduce(tensor, workers), self, delivery)
 
-    def claim(self, way: Way, number: int) -> None:
-        self.see_in(self._network.claim(way, number))
+    def wait_for_message(self, direction: Direction, number: int) -> None:
+        self.wait_for(self._network.claim(direction, number))
 
-    def see_in(self, transfer: Transfer) -> None:
-        while (there_s := self._network.there_s(transfer)) > self._clock():
-            self._clock.sleep_until(there_s)
+    def wait_for(self, delivery: Delivery) -> None:
+        while (arrival_s := self._network.arrival_s(delivery)) > self._clock():
+            self._clock.sleep_until(arrival_s)
 
 
 @dataclass(frozen=True)
 class _PacedSum:
     inner: Pending
     transport: EmulatedTransport
-    transfer: Transfer
+    delivery: Delivery
 
     def wait(self, timeout_s: float) -> None:
-        self.inner.wait(timeout_s)  # all have come
-        self.transport.see_in(self.transfer)
+        self.inner.wait(timeout_s)  # then all workers are ready
+        self.transport.wait_for(self.delivery)
 
 
 @dataclass
 class _Paced:
     inner: Pending
     transport: EmulatedTransport
-    way: Way
+    direction: Direction
     number: int
     over: bool = False
 
     def wait(self, timeout_s: float) -> None:
         if not self.over:
             self.inner.wait(timeout_s)
-            self.transport.claim(self.way, self.number)
+            self.transport.wait_for_message(self.direction, self.number)
             self.over = True

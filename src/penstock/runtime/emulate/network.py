@@ -1,0 +1,92 @@
+"""The network of an emulated cluster: says when what was sent has arrived.
+
+Nothing runs here. The links are brought up to the present whenever a worker asks. A transfer that starts later can only
+delay others, so a foreseen arrival is never too late; a worker that sleeps until then asks again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from penstock.clocks import Clock
+from penstock.cluster import Cluster
+from penstock.cost import ring_allreduce
+from penstock.schedule import Kind
+from penstock.simulate.shared_links import Route, SharedLinks
+
+Direction = tuple[int, int, Kind]
+"""Sender, receiver, and whether forwards or backwards send. Messages of one direction stay in order."""
+
+
+@dataclass(eq=False)
+class Delivery:
+    """A message or an all-reduce on its way."""
+
+    arrived_s: float | None = None
+    """The time of its arrival, once its last byte is sent."""
+
+    def arrive(self, index: int, at_s: float) -> None:
+        self.arrived_s = at_s
+
+
+@dataclass
+class _Ring:
+    """An all-reduce for which not all workers are ready."""
+
+    delivery: Delivery
+    ready: int = 0
+    """Workers that are ready."""
+
+
+class EmulatedNetwork:
+    """Shared by the threads of all workers; seconds are those of ``clock``."""
+
+    def __init__(self, cluster: Cluster, clock: Clock) -> None:
+        self.cluster, self.clock = cluster, clock
+        self._lock = threading.Lock()
+        self._links = SharedLinks(cluster)
+        self._routes: dict[Hashable, Route] = {}
+        self._messages: dict[tuple[Direction, int], Delivery] = {}
+        self._rings: dict[tuple[tuple[int, ...], int], _Ring] = {}
+
+    def send(self, direction: Direction, number: int, ends: tuple[int, int], num_bytes: float) -> None:
+        """Start the ``number``-th message of a direction, from one device to another. Its receiver claims it."""
+        delivery = Delivery()
+        with self._lock:
+            if direction not in self._routes:
+                self._routes[direction] = self._links.route(*ends)
+            self._messages[direction, number] = delivery
+            self._links.send(self.clock(), self._routes[direction], (num_bytes, delivery, number))
+
+    def claim(self, direction: Direction, number: int) -> Delivery:
+        return self._messages.pop((direction, number))
+
+    def ring(self, workers: tuple[int, ...], call: int, devices: Sequence[int], num_bytes: float) -> Delivery:
+        """The ``call``-th all-reduce of these workers, of so many bytes. Every worker calls this when it is ready, and
+        the last one starts the ring."""
+        with self._lock:
+            ring = self._rings.setdefault((workers, call), _Ring(Delivery()))
+            ring.ready += 1
+            if ring.ready == len(workers):
+                if workers not in self._routes:
+                    self._routes[workers] = self._links.ring(devices)
+                traffic = ring_allreduce(num_bytes, len(devices))
+                sent_bytes = traffic.messages * traffic.bytes_each
+                self._links.send(self.clock(), self._routes[workers], (sent_bytes, ring.delivery, call))
+                del self._rings[workers, call]
+            return ring.delivery
+
+    def arrival_s(self, delivery: Delivery) -> float:
+        """When it has arrived, or will have if nothing more is sent."""
+        with self._lock:
+            for (_, receiver, index), at_s in self._links.run(self.clock()):
+                receiver.arrive(index, at_s)
+            return self._foreseen_s(delivery) if delivery.arrived_s is None else delivery.arrived_s
+
+    def _foreseen_s(self, delivery: Delivery) -> float:
+        for (_, receiver, _), at_s in self._links.copy().run():
+            if receiver is delivery:
+                return at_s
+        raise AssertionError("a delivery is asked for that was never started")
