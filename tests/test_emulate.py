@@ -26,7 +26,7 @@ from penstock.planner import make_plan
 from penstock.profile import WorkerSeconds
 from penstock.run import RunDirectory
 from penstock.runtime.emulate.emulate import emulate, usual_dilation
-from penstock.runtime.emulate.network import Delivery, EmulatedNetwork
+from penstock.runtime.emulate.network import Arrival, EmulatedNetwork
 from penstock.schedule import Kind
 from penstock.simulate import simulate
 
@@ -50,14 +50,14 @@ class Sent:
         self.network = EmulatedNetwork(cluster, self.clock)
         self.count = 0
 
-    def send(self, source: int, target: int, num_bytes: float, kind: Kind = Kind.FORWARD) -> Delivery:
+    def send(self, source: int, target: int, num_bytes: float, kind: Kind = Kind.FORWARD) -> Arrival:
         self.count += 1
-        direction = (source, target, kind)
-        self.network.send(direction, self.count, (source, target), num_bytes)
-        return self.network.claim(direction, self.count)
+        stream = (source, target, kind)
+        self.network.send(stream, self.count, (source, target), num_bytes)
+        return self.network.claim(stream, self.count)
 
-    def arrival_s(self, *deliveries: Delivery) -> list[float]:
-        return [pytest.approx(self.network.arrival_s(each)) for each in deliveries]
+    def arrival_s(self, *arrivals: Arrival) -> list[float]:
+        return [pytest.approx(self.network.arrival_s(each)) for each in arrivals]
 
 
 def test_a_message_takes_its_bytes_over_the_slowest_link_on_its_way() -> None:
@@ -70,7 +70,7 @@ def test_the_devices_of_a_host_share_its_uplink() -> None:
     assert sent.arrival_s(sent.send(0, 2, 10 * MB), sent.send(1, 3, 10 * MB)) == [2.0, 2.0]
 
 
-def test_the_two_directions_of_a_link_are_two() -> None:
+def test_the_two_streams_of_a_link_are_two() -> None:
     sent = Sent()
     assert sent.arrival_s(sent.send(0, 2, 10 * MB), sent.send(3, 1, 10 * MB)) == [1.0, 1.0]
 
@@ -85,7 +85,7 @@ def test_one_that_comes_later_slows_what_is_under_way_and_one_that_ends_speeds_i
     assert sent.arrival_s(first, second) == [1.2, 0.9]
 
 
-def test_messages_of_a_direction_follow_each_other() -> None:
+def test_messages_of_a_stream_follow_each_other() -> None:
     sent = Sent()
     assert sent.arrival_s(sent.send(0, 2, 10 * MB), sent.send(0, 2, 5 * MB)) == [1.0, 1.5]
 

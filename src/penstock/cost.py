@@ -84,7 +84,11 @@ class Traffic:
 
     def occupied_s(self, link: Level) -> Any:
         """How long the link can carry nothing else: latency delays, and occupies nothing."""
-        return self.messages * self.bytes_each / link.bytes_per_s
+        return self.total_bytes / link.bytes_per_s
+
+    @property
+    def total_bytes(self) -> Any:
+        return self.messages * self.bytes_each
 
 
 def message(num_bytes: Any) -> Traffic:
@@ -94,6 +98,11 @@ def message(num_bytes: Any) -> Traffic:
 def ring_allreduce(num_bytes: Any, members: Any) -> Traffic:
     """Each of n members sends and receives 2 (n-1) times an n-th of the bytes."""
     return Traffic(2 * (members - 1), num_bytes / members)
+
+
+def ring_terms(num_bytes: Any, link: Level) -> tuple[Any, Any]:
+    """Two times (a, b) such that a ring all-reduce among n members takes (n-1) (a + b / n)."""
+    return 2 * link.latency_s * (num_bytes > 0), 2 * num_bytes / link.bytes_per_s
 
 
 def in_buckets(sizes: Iterable[float], bucket_bytes: float = BUCKET_BYTES) -> list[int]:
@@ -279,7 +288,7 @@ class CostModel:
 
     def _crossing(self, source: Collection[int], target: Collection[int]) -> list[Value]:
         graph = self.profile.graph
-        return [value for value in graph.crossing(source, target) if not graph.by_id[value.producer].is_input]
+        return list(filter(graph.is_sent, graph.crossing(source, target)))
 
     def _sum_s(self, layers: Collection[int], device: int, fields: Sequence[str]) -> float:
         seconds, row = self.layer_seconds(device), self._row

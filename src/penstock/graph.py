@@ -7,13 +7,16 @@ counted per value and consumer stage, once, however many layers of that stage re
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from penstock.errors import GraphError
 from penstock.limits import is_size
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +154,16 @@ class LayerGraph:
         names = dict.fromkeys(name for layer in layers for name in self.by_id[layer].parameters)
         return tuple(self.parameter_by_name[name] for name in names)
 
+    @cached_property
+    def sent_values(self) -> tuple[Value, ...]:
+        """The values that are sent wherever a cut separates those who make and read them."""
+        return tuple(filter(self.is_sent, self.values))
+
+    def is_sent(self, value: Value) -> bool:
+        """Whether a stage sends the value to other stages that read it. Model inputs are not sent: every stage loads
+        its own."""
+        return bool(value.consumers) and not self.by_id[value.producer].is_input
+
     def crossing(self, source: Collection[int], target: Collection[int]) -> tuple[Value, ...]:
         """The values that layers in ``source`` make and layers in ``target`` read."""
         return tuple(
@@ -158,6 +171,19 @@ class LayerGraph:
             for value in self.values
             if value.producer in source and any(consumer in target for consumer in value.consumers)
         )
+
+
+def by_edge(made: Iterable[tuple[T, int, Iterable[int]]], stage_of: Mapping[int, int]) -> dict[tuple[int, int], list[T]]:
+    """What passes between each pair of stages (producer, consumer), in the given order and once per pair.
+
+    ``made`` has values of any type, each with the layer that makes it and the layers that read it.
+    """
+    found: dict[tuple[int, int], list[T]] = defaultdict(list)
+    for value, producer, consumers in made:
+        source = stage_of[producer]
+        for target in sorted({stage_of[consumer] for consumer in consumers} - {source}):
+            found[source, target].append(value)
+    return dict(found)
 
 
 def _unique(what: str, items: Iterable[object]) -> None:

@@ -12,6 +12,7 @@ from typing import ClassVar
 from penstock.cluster import Cluster
 from penstock.compression import check_compression, coarsest
 from penstock.errors import PlanError
+from penstock.graph import Value, by_edge
 from penstock.limits import MOST_MICROBATCHES, MOST_SHARE, per_second
 from penstock.profile import Profile
 from penstock.schedule import (
@@ -191,16 +192,14 @@ class Plan:
     def pipeline(self) -> Pipeline:
         """The workers of each stage, and what stages read from each other."""
         worker_on = {device: worker for worker, device in enumerate(self.devices)}
-        owner = self.stage_of_layer
-        reads: list[set[int]] = [set() for _ in self.stages]
-        for value in self.profile.graph.values:
-            for consumer in value.consumers:
-                if owner[consumer] != owner[value.producer]:
-                    reads[owner[consumer]].add(owner[value.producer])
+        reads: list[list[int]] = [[] for _ in self.stages]
+        for source, target in sorted(self.edges):
+            reads[target].append(source)
+        ties = {stages for stages in self.stages_of_parameters.values() if len(stages) > 1}
         return Pipeline(
             workers=tuple(tuple(worker_on[device] for device in stage.devices) for stage in self.stages),
-            reads=tuple(tuple(sorted(r)) for r in reads),
-            ties=self._ties(),
+            reads=tuple(map(tuple, reads)),
+            ties=tuple(sorted(ties)),
             shares=tuple(stage.shares for stage in self.stages),
             meets_in_backwards=self.profile.sync_batch_norm,
         )
@@ -208,6 +207,32 @@ class Plan:
     @cached_property
     def stage_of_layer(self) -> dict[int, int]:
         return {layer: index for index, stage in enumerate(self.stages) for layer in stage.layers}
+
+    @cached_property
+    def edges(self) -> dict[tuple[int, int], tuple[Value, ...]]:
+        """The values that one stage sends to another, for each pair of which the second reads from the first, in the
+        order of the graph. A pair has no values if only model inputs pass between its layers: both stages load them."""
+        graph = self.profile.graph
+        read = by_edge(((value, value.producer, value.consumers) for value in graph.values), self.stage_of_layer)
+        return {edge: tuple(filter(graph.is_sent, values)) for edge, values in read.items()}
+
+    @cached_property
+    def stages_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        """The stages that use each parameter. Parameters come in the order of the layers."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for layer in self.profile.graph.layers:
+            for name in layer.parameters:
+                found[name].add(self.stage_of_layer[layer.id])
+        return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    @cached_property
+    def owners_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        """The workers that hold each parameter: all replicas of all stages that use it."""
+        workers = self.pipeline.workers
+        return {
+            name: tuple(sorted({worker for stage in stages for worker in workers[stage]}))
+            for name, stages in self.stages_of_parameters.items()
+        }
 
     @cached_property
     def worker_names(self) -> tuple[str, ...]:
@@ -235,13 +260,6 @@ class Plan:
     @cached_property
     def _custom_programs(self) -> tuple[tuple[Action, ...], ...]:
         return parse_custom(self.custom) if self.custom else ()
-
-    def _ties(self) -> tuple[tuple[int, ...], ...]:
-        owners: dict[str, set[int]] = defaultdict(set)
-        for layer in self.profile.graph.layers:
-            for name in layer.parameters:
-                owners[name].add(self.stage_of_layer[layer.id])
-        return tuple(sorted({tuple(sorted(stages)) for stages in owners.values() if len(stages) > 1}))
 
     def _check_layers(self) -> None:
         placed = [layer for stage in self.stages for layer in stage.layers]

@@ -134,25 +134,16 @@ class PlanCosts:
 
     def message_bytes(self, source: int, target: int) -> float:
         """The values that a stage sends to a later one, or the gradients that it returns to an earlier one."""
-        return self._edges[source, target]
+        return self._message_bytes.get((source, target), 0.0)
 
     @cached_property
-    def _edges(self) -> dict[tuple[int, int], float]:
+    def _message_bytes(self) -> dict[tuple[int, int], float]:
         """All messages of a microbatch, by the stages that they go from and to."""
-        owner = self.plan.stage_of_layer
-        edges: dict[tuple[int, int], float] = defaultdict(float)
-        for value in self._sent_values:
-            source, num_bytes = owner[value.producer], self._value_bytes(value)
-            for target in {owner[consumer] for consumer in value.consumers} - {source}:
-                edges[source, target] += num_bytes
-                edges[target, source] += num_bytes if value.differentiable else 0.0
-        return edges
-
-    @cached_property
-    def _sent_values(self) -> list[Value]:
-        """Those that a layer reads from another. Model inputs are not: every stage loads its own."""
-        graph = self.plan.profile.graph
-        return [value for value in graph.values if value.consumers and not graph.by_id[value.producer].is_input]
+        sizes: dict[tuple[int, int], float] = {}
+        for (source, target), values in self.plan.edges.items():
+            sizes[source, target] = sum(map(self._value_bytes, values))
+            sizes[target, source] = sum(self._value_bytes(value) for value in values if value.differentiable)
+        return sizes
 
     def _value_bytes(self, value: Value) -> float:
         return self.model.sent_bytes(value, self._sends[value.producer])
@@ -208,7 +199,7 @@ class PlanCosts:
         """Seconds per microbatch on the busiest port of any device or host, out or in: all messages of all stages that
         pass it, values and gradients. What a cut costs is part of it."""
         stages, trains = self.plan.stages, family(self.plan.schedule).trains
-        edges = {ends: size for ends, size in self._edges.items() if size and (trains or ends[0] < ends[1])}
+        edges = {ends: size for ends, size in self._message_bytes.items() if size and (trains or ends[0] < ends[1])}
         loads_s: dict[tuple[int, int, bool], float] = defaultdict(float)
         for level, link in enumerate(self.plan.cluster.levels):
             members = [self._by_member(stage, level) for stage in stages]
@@ -226,7 +217,7 @@ class PlanCosts:
     def _crossing_bytes(self) -> list[float]:
         """What crosses each cut for one microbatch, a value once however many stages behind it read it."""
         owner, crossing = self.plan.stage_of_layer, [0.0] * len(self.plan.stages)
-        for value in self._sent_values:
+        for value in self.plan.profile.graph.sent_values:
             for cut in range(owner[value.producer], max(owner[consumer] for consumer in value.consumers)):
                 crossing[cut] += self._value_bytes(value)
         return crossing

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.cost import CostModel
+from penstock.cost import CostModel, ring_allreduce
 from penstock.planner.downsets import Floats
 from penstock.schedule import Family
 
@@ -67,11 +67,10 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
     layers = [layer.id for layer in graph.layers]
     compute_s = np.array([costs.microbatch_s([n], 0, family) for n in layers])
     update_s = np.array([costs.update_s([n], 0, stashed=False) for n in layers])
-    rate = max(level.ring.bytes_per_s for level in costs.cluster.levels)
+    fastest = max((level.ring for level in costs.cluster.levels), key=lambda ring: ring.bytes_per_s)
     users = Counter(name for layer in graph.layers for name in layer.parameters)
     own = [[p for p in graph.parameters_of([n]) if users[p.name] == 1] for n in layers]
-    wire_s = np.array([2 * sum(p.num_bytes for p in parameters) / rate for parameters in own])
-
+    own_bytes = np.array([sum(p.num_bytes for p in parameters) for parameters in own])
     backward_s = np.array([costs.backward_s([n], 0) for n in layers])
     # The prediction of an asynchronous plan counts averaging after the backward, that of a synchronous one is played.
     overlaps = not family.asynchronous and costs.may_overlap(family)
@@ -80,7 +79,7 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
 
     def area_s(replicas: Floats, hidden: float, averaged: float) -> Floats:
         """Device seconds per microbatch."""
-        overhead_s = update_s + averaged * wire_s * (replicas - 1) / replicas
+        overhead_s = update_s + averaged * ring_allreduce(own_bytes, replicas).occupied_s(fastest)
         overhead_s = overhead_s - hidden * backward_s * (replicas > 1)
         return compute_s + (overhead_s * replicas / microbatches if family.accumulates else overhead_s)
 

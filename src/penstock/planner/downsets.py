@@ -85,10 +85,9 @@ class Downsets:
 
     def _sent_values(self) -> Iterator[tuple[Value, Bools, Any]]:
         """Values that a stage may have to send, each with [downset] whether it is made inside, and by how many read."""
-        for value in self.graph.values:
-            if value.consumers and not self.graph.by_id[value.producer].is_input:
-                read = self.members[:, [self._row[consumer] for consumer in value.consumers]].sum(axis=1)
-                yield value, self.members[:, self._row[value.producer]], read
+        for value in self.graph.sent_values:
+            read = self.members[:, [self._row[consumer] for consumer in value.consumers]].sum(axis=1)
+            yield value, self.members[:, self._row[value.producer]], read
 
     def parts_any_of(self, groups: Sequence[Sequence[int]]) -> Bools:
         """[downset]: whether it holds some but not all of the layers of any of these groups."""

@@ -140,9 +140,9 @@ def _transferred_bytes(downsets: Downsets) -> Floats:
     graph, members = downsets.graph, downsets.members
     row = {layer: index for index, layer in enumerate(graph.order)}
     in_smaller, in_larger = [], []
-    for value in graph.values:
-        if not value.consumers or not value.num_bytes or graph.by_id[value.producer].is_input:
-            continue  # a stage loads model inputs for itself
+    for value in graph.sent_values:
+        if not value.num_bytes:
+            continue
         num_bytes = value.num_bytes * (2.0 if value.differentiable else 1.0)
         made = members[:, row[value.producer]]
         readers = members[:, [row[consumer] for consumer in value.consumers]].sum(axis=1)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.cost import ring_terms
 from penstock.planner.downsets import Floats
 from penstock.planner.search import Found, FoundStage
 from penstock.planner.stages import Ints, StageCosts, Team
@@ -136,12 +137,12 @@ class ThresholdSearch:
     def _replicas(self, period_s: float, level: int) -> Floats:
         """[begin, end]: fewest replicas r whose compute, update and averaging over this level take r periods.
 
-        Averaging takes 2 (r-1) (latency + bytes / r / bandwidth), so this is where a quadratic in r turns.
+        Averaging takes (r-1) (latency_s + wire_s / r), so the answer is a root of a quadratic in r.
         """
         link = self.stage_costs.costs.cluster.links[level].ring
         compute_s, weights = self._stage_compute, self._weights
         update_s = self._stage_update + self._stage_average  # of several replicas; one has nothing to average
-        wire_s, latency_s = 2 * weights / link.bytes_per_s, 2 * link.latency_s * (weights > 0)
+        latency_s, wire_s = ring_terms(weights, link)
         if not self.stage_costs.family.accumulates:
             a, b, c = latency_s - period_s, compute_s + update_s + wire_s - latency_s, -wire_s
         else:

@@ -291,7 +291,7 @@ class Player:
             devices = [self.plan.devices[worker] for worker in workers]
             parts = self.costs.buckets(stage) if len(together) == 1 else [(1.0, self._most_synced(together))]
             rings = [(share, ring_allreduce(num_bytes, len(workers))) for share, num_bytes in parts]
-            buckets = tuple((share, ring.messages * ring.bytes_each) for share, ring in rings)
+            buckets = tuple((share, ring.total_bytes) for share, ring in rings)
             ways: tuple[Route, ...] = (self.links.ring(devices),) if any(amount for _, amount in buckets) else ()
             desks = [desk for desk in map(self._desks.__getitem__, workers) if desk is not None]
             if ways and len(desks) == len(workers) and len(set(map(self.plan.cluster.host, devices))) == 1:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PlanError
+from penstock.graph import by_edge
 from penstock.runtime.capture.aliases import mutated_arguments
 from penstock.runtime.capture.capture import Captured
 from penstock.runtime.capture.grouping import is_number, is_operation
@@ -145,12 +146,8 @@ class Splitter:
     def edge_values(self, stages: Sequence[Collection[int]]) -> dict[tuple[int, int], tuple[str, ...]]:
         """For each pair of stages that exchange anything, the names of the values, in the order of the graph."""
         stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
-        found: dict[tuple[int, int], list[str]] = {}
-        for node, readers in self.consumers.items():
-            source = stage_of[self.layer_of[node]]
-            for target in sorted({stage_of[reader] for reader in readers} - {source}):
-                found.setdefault((source, target), []).append(node.name)
-        return {edge: tuple(names) for edge, names in found.items()}
+        made = ((node.name, self.layer_of[node], readers) for node, readers in self.consumers.items())
+        return {edge: tuple(names) for edge, names in by_edge(made, stage_of).items()}
 
     def section(self, layers: Collection[int]) -> Section:
         """The part of the graph in these layers."""

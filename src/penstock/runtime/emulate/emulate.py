@@ -28,8 +28,7 @@ from penstock.runtime.emulate.emulated import (
 )
 from penstock.runtime.emulate.network import EmulatedNetwork
 from penstock.runtime.links.links import talking_pairs
-from penstock.runtime.messages.mailbox import Edge, Mailbox
-from penstock.runtime.sync.sync import owners_of_parameters
+from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.transport.threads import LocalExchange, LocalTransport
 from penstock.runtime.worker.worker import OwnStage, Segment, Worker, received_by, sent_by
 from penstock.sampling import Epoch
@@ -110,7 +109,7 @@ class _Emulation:
         self.exchange = LocalExchange()
         self.network = EmulatedNetwork(plan.cluster, self.clock)
         self.values = {value.name: value for value in plan.profile.graph.values}
-        self.edges = _edges(plan)
+        self.edges = {edge: tuple(value.name for value in values) for edge, values in plan.edges.items()}
         self.workers = [self._worker(rank) for rank in range(len(plan.devices))]
 
     def run(self, segment: Segment) -> float:
@@ -166,7 +165,7 @@ class _Emulation:
                 sends={index: stage.sends for index, stage in enumerate(self.plan.stages)},
             ),
             sync=EmulatedSync(
-                owners_of_parameters(self.plan),
+                self.plan.owners_of_parameters,
                 sync_policy(self.plan.sync),
                 transport=transport,
                 timeout_s=self.timeout_s,
@@ -206,17 +205,3 @@ class _Emulation:
             clock=self.clock,
         )
         return OwnStage(index=index, module=module, sends_to=sends_to, receives_from=receives_from)
-
-
-def _edges(plan: Plan) -> dict[Edge, tuple[str, ...]]:
-    """The values that pass between each two stages; model inputs do not, every stage loads its own."""
-    graph, owner = plan.profile.graph, plan.stage_of_layer
-    edges: dict[Edge, list[str]] = {
-        (source, stage): [] for stage, sources in enumerate(plan.pipeline.reads) for source in sources
-    }
-    for value in graph.values:
-        source = owner[value.producer]
-        for target in {owner[consumer] for consumer in value.consumers} - {source}:
-            if not graph.by_id[value.producer].is_input:
-                edges[source, target].append(value.name)
-    return {edge: tuple(names) for edge, names in edges.items()}

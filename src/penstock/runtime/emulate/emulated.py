@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from penstock.graph import Value
 from penstock.runtime.capture.split import Section
-from penstock.runtime.emulate.network import Delivery, Direction, EmulatedNetwork
+from penstock.runtime.emulate.network import Arrival, Stream, EmulatedNetwork
 from penstock.runtime.stage.stage import StageModule
 from penstock.runtime.stage.weights import Version, Weights
 from penstock.runtime.sync.sync import GradientSync
@@ -232,14 +232,14 @@ class EmulatedTransport:
     def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
         devices = [self._devices[worker] for worker in workers]
         call, self._calls[workers] = self._calls[workers], self._calls[workers] + 1
-        delivery = self._network.ring(workers, call, devices, tensor.nbytes * self._shrink)
-        return _PacedSum(self._inner.begin_all_reduce(tensor, workers), self, delivery)
+        arrival = self._network.ring(workers, call, devices, tensor.nbytes * self._shrink)
+        return _PacedSum(self._inner.begin_all_reduce(tensor, workers), self, arrival)
 
-    def wait_for_message(self, direction: Direction, number: int) -> None:
-        self.wait_for(self._network.claim(direction, number))
+    def wait_for_message(self, stream: Stream, number: int) -> None:
+        self.wait_for(self._network.claim(stream, number))
 
-    def wait_for(self, delivery: Delivery) -> None:
-        while (arrival_s := self._network.arrival_s(delivery)) > self._clock():
+    def wait_for(self, arrival: Arrival) -> None:
+        while (arrival_s := self._network.arrival_s(arrival)) > self._clock():
             self._clock.sleep_until(arrival_s)
 
 
@@ -247,23 +247,23 @@ class EmulatedTransport:
 class _PacedSum:
     inner: Pending
     transport: EmulatedTransport
-    delivery: Delivery
+    arrival: Arrival
 
     def wait(self, timeout_s: float) -> None:
         self.inner.wait(timeout_s)  # then all workers are ready
-        self.transport.wait_for(self.delivery)
+        self.transport.wait_for(self.arrival)
 
 
 @dataclass
 class _Paced:
     inner: Pending
     transport: EmulatedTransport
-    direction: Direction
+    stream: Stream
     number: int
     over: bool = False
 
     def wait(self, timeout_s: float) -> None:
         if not self.over:
             self.inner.wait(timeout_s)
-            self.transport.wait_for_message(self.direction, self.number)
+            self.transport.wait_for_message(self.stream, self.number)
             self.over = True

@@ -16,26 +16,26 @@ from penstock.cost import ring_allreduce
 from penstock.schedule import Kind
 from penstock.simulate.shared_links import Route, SharedLinks
 
-Direction = tuple[int, int, Kind]
-"""Sender, receiver, and whether forwards or backwards send. Messages of one direction stay in order."""
+Stream = tuple[int, int, Kind]
+"""Sender, receiver, and whether forwards or backwards send. The messages of a stream stay in order."""
 
 
 @dataclass(eq=False)
-class Delivery:
+class Arrival:
     """A message or an all-reduce on its way."""
 
-    arrived_s: float | None = None
+    at_s: float | None = None
     """The time of its arrival, once its last byte is sent."""
 
     def arrive(self, index: int, at_s: float) -> None:
-        self.arrived_s = at_s
+        self.at_s = at_s
 
 
 @dataclass
 class _Ring:
     """An all-reduce for which not all workers are ready."""
 
-    delivery: Delivery
+    arrival: Arrival
     ready: int = 0
     """Workers that are ready."""
 
@@ -48,45 +48,44 @@ class EmulatedNetwork:
         self._lock = threading.Lock()
         self._links = SharedLinks(cluster)
         self._routes: dict[Hashable, Route] = {}
-        self._messages: dict[tuple[Direction, int], Delivery] = {}
+        self._messages: dict[tuple[Stream, int], Arrival] = {}
         self._rings: dict[tuple[tuple[int, ...], int], _Ring] = {}
 
-    def send(self, direction: Direction, number: int, ends: tuple[int, int], num_bytes: float) -> None:
-        """Start the ``number``-th message of a direction, from one device to another. Its receiver claims it."""
-        delivery = Delivery()
+    def send(self, stream: Stream, number: int, ends: tuple[int, int], num_bytes: float) -> None:
+        """Start the ``number``-th message of a stream, from one device to another. Its receiver claims it."""
+        arrival = Arrival()
         with self._lock:
-            if direction not in self._routes:
-                self._routes[direction] = self._links.route(*ends)
-            self._messages[direction, number] = delivery
-            self._links.send(self.clock(), self._routes[direction], (num_bytes, delivery, number))
+            if stream not in self._routes:
+                self._routes[stream] = self._links.route(*ends)
+            self._messages[stream, number] = arrival
+            self._links.send(self.clock(), self._routes[stream], (num_bytes, arrival, number))
 
-    def claim(self, direction: Direction, number: int) -> Delivery:
-        return self._messages.pop((direction, number))
+    def claim(self, stream: Stream, number: int) -> Arrival:
+        return self._messages.pop((stream, number))
 
-    def ring(self, workers: tuple[int, ...], call: int, devices: Sequence[int], num_bytes: float) -> Delivery:
+    def ring(self, workers: tuple[int, ...], call: int, devices: Sequence[int], num_bytes: float) -> Arrival:
         """The ``call``-th all-reduce of these workers, of so many bytes. Every worker calls this when it is ready, and
         the last one starts the ring."""
         with self._lock:
-            ring = self._rings.setdefault((workers, call), _Ring(Delivery()))
+            ring = self._rings.setdefault((workers, call), _Ring(Arrival()))
             ring.ready += 1
             if ring.ready == len(workers):
                 if workers not in self._routes:
                     self._routes[workers] = self._links.ring(devices)
-                traffic = ring_allreduce(num_bytes, len(devices))
-                sent_bytes = traffic.messages * traffic.bytes_each
-                self._links.send(self.clock(), self._routes[workers], (sent_bytes, ring.delivery, call))
+                sent_bytes = ring_allreduce(num_bytes, len(devices)).total_bytes
+                self._links.send(self.clock(), self._routes[workers], (sent_bytes, ring.arrival, call))
                 del self._rings[workers, call]
-            return ring.delivery
+            return ring.arrival
 
-    def arrival_s(self, delivery: Delivery) -> float:
+    def arrival_s(self, arrival: Arrival) -> float:
         """When it has arrived, or will have if nothing more is sent."""
         with self._lock:
             for (_, receiver, index), at_s in self._links.run(self.clock()):
                 receiver.arrive(index, at_s)
-            return self._foreseen_s(delivery) if delivery.arrived_s is None else delivery.arrived_s
+            return self._foreseen_s(arrival) if arrival.at_s is None else arrival.at_s
 
-    def _foreseen_s(self, delivery: Delivery) -> float:
+    def _foreseen_s(self, arrival: Arrival) -> float:
         for (_, receiver, _), at_s in self._links.copy().run():
-            if receiver is delivery:
+            if receiver is arrival:
                 return at_s
-        raise AssertionError("a delivery is asked for that was never started")
+        raise AssertionError("a arrival is asked for that was never started")
