@@ -173,7 +173,9 @@ class LayerGraph:
         )
 
 
-def by_edge(made: Iterable[tuple[T, int, Iterable[int]]], stage_of: Mapping[int, int]) -> dict[tuple[int, int], list[T]]:
+def by_edge(
+    made: Iterable[tuple[T, int, Iterable[int]]], stage_of: Mapping[int, int]
+) -> dict[tuple[int, int], list[T]]:
     """What passes between each pair of stages (producer, consumer), in the given order and once per pair.
 
     ``made`` has values of any type, each with the layer that makes it and the layers that read it.

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from penstock.errors import JobError
 from penstock.job import Job
-from penstock.runtime.capture.recording import META, Recording, record
+from penstock.runtime.capture.build_replay import META, BuildReplay, record_build
 from penstock.runtime.capture.split import Section
 
 
 @dataclass(frozen=True)
 class Blueprint:
     model: nn.Module
-    recording: Recording | None
+    replay: BuildReplay | None
     """of a model on the meta device, how it was built; None for one that has its values"""
 
     def filled(self, section: Section, device: torch.device, held: Mapping[str, Tensor] | None = None) -> Section:
         """The section with values for its own parameters and buffers; of the buffers ``held`` already, those."""
-        if self.recording is None:
+        if self.replay is None:
             return section
         module = copy.deepcopy(section.module)  # of shapes alone: it may share modules with other sections
         values = {id(buffer): held[name] for name, buffer in section.buffers.items() if held and name in held}
@@ -43,7 +43,7 @@ class Blueprint:
 
     def copy_of(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
         """With the parameter's initial value, in memory of its own."""
-        value = parameter.detach().clone() if self.recording is None else self.value_of(parameter, device)
+        value = parameter.detach().clone() if self.replay is None else self.value_of(parameter, device)
         return nn.Parameter(value, parameter.requires_grad)
 
     def whole(self, device: torch.device) -> nn.Module:
@@ -52,7 +52,7 @@ class Blueprint:
         return self.model
 
     def value_of(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor if self.recording is None or not tensor.is_meta else self.recording.value(tensor).to(device)
+        return tensor if self.replay is None or not tensor.is_meta else self.replay.value(tensor).to(device)
 
 
 def blueprint_of(job: Job, device: torch.device) -> Blueprint:
@@ -75,7 +75,7 @@ def blueprint_of(job: Job, device: torch.device) -> Blueprint:
         return model
 
     try:
-        model, recording = record(build, job.seed)
+        model, replay = record_build(build, job.seed)
     except (NotImplementedError, RuntimeError) as error:
         raise JobError(
             f"Job.model() failed where tensors have shapes and no values: {error}; "
@@ -83,7 +83,7 @@ def blueprint_of(job: Job, device: torch.device) -> Blueprint:
         ) from error
     if not isinstance(model, nn.Module):
         raise JobError(f"Job.model() built a {type(model).__name__}, not an nn.Module")
-    return Blueprint(model, recording)
+    return Blueprint(model, replay)
 
 
 def _replace_tensors(model: nn.Module, new: Callable[[Tensor], Tensor]) -> None:

@@ -29,11 +29,11 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError, JobError
 from penstock.runtime.capture.aliases import mutated_arguments, observe, observe_without_values
+from penstock.runtime.capture.build_replay import CPU, META, WithoutValues
 from penstock.runtime.capture.fidelity import check_same, copied, have_values, tensors_in, untouched
 from penstock.runtime.capture.grouping import CapturedLayer, group_into_layers
 from penstock.runtime.capture.layer_drop import LayerDropError, WithoutLayerDrop, WithoutScalarDraws
 from penstock.runtime.capture.reasons import why
-from penstock.runtime.capture.recording import CPU, META, WithoutValues
 
 log = logging.getLogger(__name__)
 

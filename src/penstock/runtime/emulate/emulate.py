@@ -17,7 +17,8 @@ from penstock.errors import PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.run import Result
-from penstock.runtime.emulate.emulated import (
+from penstock.runtime.emulate.network import EmulatedNetwork
+from penstock.runtime.emulate.stand_ins import (
     DilatedClock,
     EmulatedStage,
     EmulatedSync,
@@ -26,8 +27,7 @@ from penstock.runtime.emulate.emulated import (
     shrunk,
     value_tensor,
 )
-from penstock.runtime.emulate.network import EmulatedNetwork
-from penstock.runtime.links.links import talking_pairs
+from penstock.runtime.links.choice import talking_pairs
 from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.transport.threads import LocalExchange, LocalTransport
 from penstock.runtime.worker.worker import OwnStage, Segment, Worker, received_by, sent_by

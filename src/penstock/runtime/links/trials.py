@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.clocks import Clock
 from penstock.errors import WorkerError
-from penstock.runtime.links.handling import OwnTime, TwoStages, handled_s
+from penstock.runtime.links.message_times import OwnTime, TwoStages, handled_s
 from penstock.runtime.messages.mailbox import AHEAD
 from penstock.runtime.transport.base import Pending, Transport
 from penstock.schedule import Kind

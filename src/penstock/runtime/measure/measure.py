@@ -204,7 +204,7 @@ class Measurement:
                     raise
                 self._note_left_out(samples, error)
         count = len(self.timer.captured.layers)
-        if self.blueprint.recording is not None:  # there may be no room for it whole
+        if self.blueprint.replay is not None:  # there may be no room for it whole
             self._one_by_one(timed=True, progress=progress)
             self._time_worker()
             return
@@ -253,7 +253,7 @@ class Measurement:
 
     def _try(self, inputs: Any) -> None:
         """Run the model itself, which may refuse inputs that its graph takes: torch checks some in Python."""
-        if self.blueprint.recording is None:
+        if self.blueprint.replay is None:
             args, kwargs = call_arguments(inputs)
             with torch.no_grad(), self.timer.autocast(), drawing(0):
                 self.blueprint.model(*args, **kwargs)

@@ -77,7 +77,7 @@ class _Operation:
 
 
 @dataclass(frozen=True)
-class Recording:
+class BuildReplay:
     """How the tensors of a model came about."""
 
     seed: int
@@ -126,12 +126,12 @@ class Recording:
             found.setdefault(place.memory, result.untyped_storage())
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets every operation that makes a tensor make one without memory, and writes down how."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, replay: BuildReplay) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = recording
+        self.replay = replay
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -144,23 +144,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if given and not any(tensor.is_meta for tensor in given) and keywords.get("device") != META:
             return func(*args, **keywords)  # numbers that Python gave
         if func is torch.ops.aten._local_scalar_dense.default:
-            return func(self.recording.value(given[0]))
+            return func(self.replay.value(given[0]))
         if any(argument.name == "device" for argument in func._schema.arguments):
             keywords["device"] = META
         if "generator" in keywords:
             keywords["generator"] = None  # every operation has its own seed
         arguments, named = pytree.tree_map(_noted, (args, keywords))
         made = func(*pytree.tree_map(_without_value, args), **pytree.tree_map(_without_value, keywords))
-        self.recording.add(_Operation(func, arguments, named, tuple(map(_Place.of, _tensors(made)))))
+        self.replay.add(_Operation(func, arguments, named, tuple(map(_Place.of, _tensors(made)))))
         return made
 
 
 class _Ordinary(TorchFunctionMode):
     """Has tensors without values seem ordinary ones: torch.nn.init, for one, leaves out what it would do on meta."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, replay: BuildReplay) -> None:
         super().__init__()
-        self.recording = recording
+        self.replay = replay
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,17 +170,17 @@ class _Ordinary(TorchFunctionMode):
         if func == Tensor.device.__get__:
             return CPU
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and args[0].is_meta:
-            return func(self.recording.value(args[0]), *args[1:], **kwargs or {})
+            return func(self.replay.value(args[0]), *args[1:], **kwargs or {})
         return func(*args, **kwargs or {})
 
 
-def record(build: Callable[[], T], seed: int) -> tuple[T, Recording]:
+def record_build(build: Callable[[], T], seed: int) -> tuple[T, BuildReplay]:
     """What ``build`` makes, without values, and how to give it them. Tensors that it has from Python's numbers are real
     until it moves them to the meta device."""
-    recording = Recording(seed)
-    with _Recorder(recording), _Ordinary(recording):
+    replay = BuildReplay(seed)
+    with _RecordingMode(replay), _Ordinary(replay):
         made = build()
-    return made, recording
+    return made, replay
 
 
 class WithoutValues(TorchFunctionMode):

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from penstock.graph import Value
 from penstock.runtime.capture.split import Section
-from penstock.runtime.emulate.network import Arrival, Stream, EmulatedNetwork
+from penstock.runtime.emulate.network import Arrival, EmulatedNetwork, Stream
 from penstock.runtime.stage.stage import StageModule
 from penstock.runtime.stage.weights import Version, Weights
 from penstock.runtime.sync.sync import GradientSync

@@ -40,7 +40,7 @@ ENOUGH_S = 0.003
 
 
 @dataclass(frozen=True)
-class Links:
+class ChosenLinks:
     transport: Transport
     chosen: Mapping[Pair, str]
     """what this worker talks through, by pair"""
@@ -68,16 +68,16 @@ def around(group: Sequence[int]) -> set[Pair]:
     return {_pair(*workers) for workers in zip(group, (*group[1:], group[0]), strict=True)}
 
 
-def make_links(
+def choose_links(
     groups: Sequence[tuple[int, ...]], pairs: Iterable[Pair], *, device: torch.device, timeout_s: float
-) -> Links:
+) -> ChosenLinks:
     """Every worker calls it, with the same arguments, once per process group."""
     with together("make groups", timeout_s):
         base = TorchTransport(groups, timeout_s)
     mine = sorted(pair for pair in set(pairs) if base.rank in pair)
     chosen = {pair: str(dist.get_backend()) for pair in mine}
     if device.type != "cpu":
-        return Links(base, chosen)
+        return ChosenLinks(base, chosen)
     board = _Board(base.rank, timeout_s)
     lines = _open_lines(board, mine)
     through_memory = SharedMemoryTransport(base, lines)
@@ -87,7 +87,7 @@ def make_links(
             chosen[low, high] = SHARED_MEMORY
         else:
             lines.pop(peer, None)
-    return Links(SharedMemoryTransport(base, lines, _rings(board, groups, lines)), chosen)
+    return ChosenLinks(SharedMemoryTransport(base, lines, _rings(board, groups, lines)), chosen)
 
 
 def _rings(board: _Board, groups: Sequence[tuple[int, ...]], lines: Collection[int]) -> list[tuple[int, ...]]:

@@ -57,7 +57,7 @@ def losses_file(run: RunDirectory, worker: int) -> Path:
     return run.workers / f"worker-{worker:05d}.losses"
 
 
-def hand_in(run: RunDirectory, worker: int, account: Account, log: EventLog) -> None:
+def leave_files(run: RunDirectory, worker: int, account: Account, log: EventLog) -> None:
     """Leave this worker's account and events. The account comes last: where it is, the events are."""
     rows = log.rows()
     events = _events_file(run, worker)
@@ -123,7 +123,7 @@ def _events_file(run: RunDirectory, worker: int) -> Path:
     return run.workers / f"worker-{worker:05d}.events.npy"
 
 
-def of_stage(accounts: Iterable[Account], stage: int) -> Staleness:
+def staleness_of(accounts: Iterable[Account], stage: int) -> Staleness:
     """What all replicas of a stage have counted."""
     total = Counter[int]()
     for account in accounts:
