@@ -24,9 +24,9 @@ BUCKET_BYTES = 2**22
 """Gradients that travel together while others are still being found: enough that a message is mostly its bytes."""
 
 Array = np.ndarray[Any, Any]
-Sends = Mapping[int, str]
-"""How the values that a layer makes travel, where not as they are."""
-EXACT: Sends = {}
+Compressions = Mapping[int, str]
+"""How the values of a layer are compressed on their way, by layer. Values of other layers travel exactly."""
+UNCOMPRESSED: Compressions = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,9 @@ class CostModel:
         values = self.profile.graph.values
         return {value.name: size for value, size in zip(values, self.at_size.value_bytes, strict=True)}
 
-    def sent_bytes(self, value: Value, sends: str) -> float:
+    def sent_bytes(self, value: Value, compression: str) -> float:
         """Of a value on its way to another worker under this compression; its gradient is as large."""
-        return self.value_bytes(value) * (COMPRESSIONS[sends].share if value.is_float32 else 1.0)
+        return self.value_bytes(value) * (COMPRESSIONS[compression].share if value.is_float32 else 1.0)
 
     def forward_s(self, layers: Collection[int], device: int, *, halves: bool = False) -> float:
         """With ``halves``, where the two halves of the backward will be taken apart."""
@@ -252,12 +252,15 @@ class CostModel:
     def parameter_bytes(self, layers: Collection[int]) -> int:
         return sum(parameter.num_bytes for parameter in self.profile.graph.parameters_of(layers))
 
-    def forward_bytes(self, source: Collection[int], target: Collection[int], sends: Sends = EXACT) -> float:
+    def forward_bytes(
+        self, source: Collection[int], target: Collection[int], compressions: Compressions = UNCOMPRESSED
+    ) -> float:
         """What ``target`` reads from ``source``. Model inputs do not count: every stage loads its own."""
-        return self._sent_bytes(self._crossing(source, target), sends)
-
-    def _sent_bytes(self, values: Sequence[Value], sends: Sends) -> float:
-        return sum(self.sent_bytes(value, sends.get(value.producer, "exact")) for value in values)
+        graph = self.profile.graph
+        return sum(
+            self.sent_bytes(value, compressions.get(value.producer, "exact"))
+            for value in filter(graph.is_sent, graph.crossing(source, target))
+        )
 
     def stage_memory_bytes(self, stage: Stage, schedule: Family, share: int = 1) -> float:
         """Peak bytes of a replica with such a share."""
@@ -285,10 +288,6 @@ class CostModel:
         if not schedule.accumulates or self.microbatch_size >= self.profile.batch_size:
             return 0.0
         return max((parameter.num_bytes for parameter in self.profile.graph.parameters), default=0.0)
-
-    def _crossing(self, source: Collection[int], target: Collection[int]) -> list[Value]:
-        graph = self.profile.graph
-        return list(filter(graph.is_sent, graph.crossing(source, target)))
 
     def _sum_s(self, layers: Collection[int], device: int, fields: Sequence[str]) -> float:
         seconds, row = self.layer_seconds(device), self._row

@@ -33,7 +33,7 @@ class PlanCosts:
                     alike[key] = self._compute_of(plan.stages[index], plan.devices[worker])
                     before[key] = self._before_of(plan.stages[index], plan.devices[worker])
                 self._compute[index, worker], self._before[index, worker] = alike[key], before[key]
-        self._sends = {layer: stage.sends for stage in plan.stages for layer in stage.layers}
+        self._compressions = {layer: stage.sends for stage in plan.stages for layer in stage.layers}
         self._syncs: dict[int, float] = {}
 
     def _compute_of(self, stage: Stage, device: int) -> dict[Kind, float]:
@@ -146,7 +146,7 @@ class PlanCosts:
         return sizes
 
     def _value_bytes(self, value: Value) -> float:
-        return self.model.sent_bytes(value, self._sends[value.producer])
+        return self.model.sent_bytes(value, self._compressions[value.producer])
 
     def memory(self, stage: int) -> Memory:
         return self.model.stage_memory(self.plan.stages[stage], family(self.plan.schedule))
@@ -298,7 +298,7 @@ class PlanCosts:
 
     def sent_bytes(self, source: Collection[int], target: Collection[int]) -> float:
         """What some layers send to others per microbatch, as compressed as the plan has it."""
-        return self.model.forward_bytes(source, target, self._sends)
+        return self.model.forward_bytes(source, target, self._compressions)
 
     def stage_memory_bytes(self, stage: int) -> float:
         """Peak bytes of the replica that needs most."""

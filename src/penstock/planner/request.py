@@ -121,7 +121,7 @@ class Request:
             microbatches=self.microbatches,
             recompute=self.recompute,
             together=self.hints.layers_together(self.profile.graph),
-            sends=self.compress,
+            compression=self.compress,
         )
 
     @cached_property

@@ -133,7 +133,7 @@ class StageCosts:
     """most microbatches in flight on a replica"""
     together: Collection[tuple[int, ...]] = ()
     """groups of layers that must be in one stage"""
-    sends: str = "exact"
+    compression: str = "exact"
     """how what crosses a cut travels"""
     crowding: float = 1.0
     """how much longer it occupies its links than if nothing else passed them"""
@@ -282,7 +282,7 @@ class StageCosts:
     @cached_property
     def crossing_bytes(self) -> Floats:
         """[downset]: what crosses the cut there, for one microbatch."""
-        return self.downsets.crossing_bytes(lambda value: self.costs.sent_bytes(value, self.sends))
+        return self.downsets.crossing_bytes(lambda value: self.costs.sent_bytes(value, self.compression))
 
     @cached_property
     def handled_s(self) -> Floats:

@@ -26,11 +26,12 @@ from penstock.runtime.capture.randomness import keyed, may_draw, name_number
 @dataclass(frozen=True, kw_only=True)
 class Section:
     module: fx.GraphModule
-    """takes `reads` then `receives`; returns (values sent, what the output node needs or None)"""
+    """Takes the model inputs of ``reads``, then the values of ``received_names``. Returns the values of ``sent_names``,
+    and what the output node needs or None."""
     reads: tuple[int, ...]
     """positions of the model inputs it takes from its own loader"""
-    receives: tuple[str, ...]
-    sends: tuple[str, ...]
+    received_names: tuple[str, ...]
+    sent_names: tuple[str, ...]
     makes_output: bool
     parameters: Mapping[str, nn.Parameter]
     """by the model's own names, a tied one once"""
@@ -189,8 +190,8 @@ class Splitter:
         return Section(
             module=module,
             reads=tuple(self.captured.placeholders.index(node) for node in inputs),
-            receives=tuple(node.name for node in received),
-            sends=tuple(node.name for node in sent),
+            received_names=tuple(node.name for node in received),
+            sent_names=tuple(node.name for node in sent),
             makes_output=has_loss,
             parameters=parameters,
             local_names={name: tuple(names) for name, names in local.items()},

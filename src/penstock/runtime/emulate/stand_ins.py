@@ -116,8 +116,8 @@ class EmulatedStage(StageModule):
         section = Section(
             module=fx.GraphModule(nn.Module(), fx.Graph()),
             reads=(),
-            receives=(),
-            sends=tuple(makes),
+            received_names=(),
+            sent_names=tuple(makes),
             makes_output=False,
             parameters=weights.parameters,
             local_names={},

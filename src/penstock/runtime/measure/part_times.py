@@ -59,13 +59,13 @@ class Part:
     @property
     def crossing(self) -> frozenset[str]:
         """The names of the values that it receives or sends."""
-        return frozenset((*self.section.receives, *self.section.sends))
+        return frozenset((*self.section.received_names, *self.section.sent_names))
 
     def messages(
         self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], *, weighted: bool
     ) -> SameMessages:
         section = self.section
-        received, sent = ({name: values[name] for name in section.receives}, section.sends)
+        received, sent = ({name: values[name] for name in section.received_names}, section.sent_names)
         return SameMessages(received, {name: gradients[name] for name in sent}, weighted=weighted)
 
 

@@ -255,8 +255,8 @@ class TrialWorker:
         own = OwnStage(
             index=0,
             module=stage,
-            sends_to={1: section.sends} if section.sends else {},
-            receives_from={-1: section.receives} if section.receives else {},
+            sends_to={1: section.sent_names} if section.sent_names else {},
+            receives_from={-1: section.received_names} if section.received_names else {},
         )
         return Worker(
             rank=0,

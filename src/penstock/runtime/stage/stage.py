@@ -96,7 +96,7 @@ class StageModule:
         """Compute on a version of the weights, the newest if none is named, and return the values that other stages
         read, by name. What is received must be leaf tensors. ``staleness`` is what the gradient's will be. Layers draw
         random numbers by ``key``."""
-        leaves = {name: received[name] for name in self.section.receives}
+        leaves = {name: received[name] for name in self.section.received_names}
         arguments = [inputs[position] for position in self.section.reads] + list(leaves.values())
         version = self.weights.acquire(version_number, staleness)
         later = PutOff(version.trained_ids)
@@ -123,7 +123,7 @@ class StageModule:
         return _Made(self._by_name(values), loss)
 
     def _by_name(self, values: Sequence[Any]) -> dict[str, Tensor]:
-        made = dict(zip(self.section.sends, values, strict=True))
+        made = dict(zip(self.section.sent_names, values, strict=True))
         for name, value in made.items():
             if what := obstacle(value):
                 raise WorkerError(
