@@ -1,4 +1,4 @@
-"""Workers on devices that are not there: real runtime, timed waits instead of computing.
+"""Emulated devices: the real runtime, with timed waits in place of computing.
 
 - ``emulate``: runs a plan's workers as threads.
 - ``stand_ins``: the stage, weights, averaging and transport of such a worker.

@@ -1,4 +1,4 @@
-"""Runs a plan on devices that are not there: its workers as threads of one process, each on an emulated device."""
+"""Runs a plan on emulated devices: its workers are threads of one process."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from penstock.trace import Event, Trace, merge
 
 CPU = torch.device("cpu")
 ACTION_S = 1e-3
-"""What an action costs to run, on the one core that Python threads share."""
+"""Real seconds to run an action, on the one core that Python threads share."""
 OVERHEAD = 0.05
 """All actions of a minibatch together take at most this share of it."""
 HELD_BYTES = 2**23
-"""Tensors of all workers together are shrunk to about this."""
+"""The tensors of all workers together are shrunk to about this size."""
 
 
 @dataclass(frozen=True)
 class Emulated:
     trace: Trace
-    """in emulated seconds"""
+    """In emulated seconds."""
     result: Result
     dilation: float
-    """real seconds for each of them"""
+    """Real seconds per emulated second."""
     shrink: float
-    """how many times smaller tensors were than what they stand for"""
+    """How many times smaller tensors were than those they stand for."""
 
 
 def emulate(
@@ -63,7 +63,7 @@ def emulate(
     dilation: float | None = None,
     timeout_s: float = 300.0,
 ) -> Emulated:
-    """Run so many minibatches. By default time is as slow as it takes for the real work to be little beside it."""
+    """Run so many minibatches. By default, time is dilated enough that the real work takes only a small share of it."""
     epoch = Epoch(
         num_samples=plan.profile.batch_size * minibatches,
         batch_size=plan.profile.batch_size,
@@ -91,7 +91,7 @@ def usual_dilation(plan: Plan, schedule: Schedule, minibatches: int) -> float:
 
 
 class _NoData:
-    """No emulated stage reads any."""
+    """A feed without data, since no emulated stage reads any."""
 
     def key(self, microbatch: int) -> int:
         return 0
@@ -113,7 +113,7 @@ class _Emulation:
         self.workers = [self._worker(rank) for rank in range(len(plan.devices))]
 
     def run(self, segment: Segment) -> float:
-        """All workers to the end; the seconds that took."""
+        """Run all workers to the end. Returns the emulated seconds."""
 
         def run(worker: Worker) -> None:
             try:

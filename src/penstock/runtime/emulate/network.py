@@ -1,7 +1,7 @@
-"""The network of an emulated cluster: says when what was sent has arrived.
+"""The network of an emulated cluster: when messages and all-reduces arrive.
 
-Nothing runs here. The links are brought up to the present whenever a worker asks. A transfer that starts later can only
-delay others, so a foreseen arrival is never too late; a worker that sleeps until then asks again.
+It has no thread. The links are brought up to the present whenever a worker asks. A transfer that starts later can only
+delay others, so a foreseen arrival is never too late: a worker that has slept until then asks again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Ring:
 
 
 class EmulatedNetwork:
-    """Shared by the threads of all workers; seconds are those of ``clock``."""
+    """Shared by the threads of all workers. Seconds are those of ``clock``."""
 
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self.cluster, self.clock = cluster, clock

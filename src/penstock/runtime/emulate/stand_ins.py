@@ -1,9 +1,9 @@
-"""Workers whose computing is a timed wait. All else is the runtime's own: worker, mailbox, weights and their versions,
-sync, and tensors that really travel.
+"""Stand-ins for the parts of a worker that compute: computing is a timed wait. Everything else is the real runtime:
+worker, mailbox, weights and their versions, sync, and tensors that really travel.
 
-Emulated seconds pass ``dilation`` times as slowly as real ones, so that what the real work costs is small beside what
-is waited for. Tensors are ``shrink`` times smaller than those they stand for, and paced by their true sizes: to copy
-the weights of sixteen GPUs through one machine's memory would take longer than the GPUs do.
+Emulated seconds pass ``dilation`` times as slowly as real ones, so that the real work takes only a small share of the
+time. Tensors are ``shrink`` times smaller than those they stand for, but are paced by the true sizes: copying the
+weights of sixteen GPUs through one machine's memory would take longer than the GPUs do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.schedule import Kind
 
 
 class DilatedClock:
-    """Seconds since it was made, each of which takes ``dilation`` real ones."""
+    """Emulated seconds since it was made. Each takes ``dilation`` real seconds."""
 
     def __init__(self, dilation: float) -> None:
         self.dilation = dilation
@@ -44,7 +44,7 @@ class DilatedClock:
 
     @contextmanager
     def lasting(self, seconds: float) -> Iterator[None]:
-        """What is done inside takes so long in all, unless it takes longer by itself."""
+        """Makes the block inside take this long, or longer if the real work does."""
         end_s = self() + seconds
         yield
         self.sleep_until(end_s)
@@ -62,7 +62,7 @@ def value_tensor(value: Value, num_bytes: float, shrink: float) -> Tensor:
 
 
 class EmulatedWeights(Weights):
-    """Real ones, of which an update takes the profile's seconds."""
+    """Real weights whose update takes the profile's seconds."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class EmulatedWeights(Weights):
 
 
 class EmulatedSync(GradientSync):
-    """Averages for real, and takes the profile's seconds of a worker's own time beside the all-reduce."""
+    """Really averages, and takes the profile's seconds of a worker's own time besides the all-reduce."""
 
     def __init__(self, *args: Any, clock: DilatedClock, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -100,7 +100,7 @@ class _Kept:
 
 
 class EmulatedStage(StageModule):
-    """Holds versions of weights and microbatches in flight as any stage does, and makes tensors of the right sizes."""
+    """Keeps versions of weights and microbatches in flight as any stage does, and makes tensors of the right sizes."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class EmulatedStage(StageModule):
         finals: Sequence[tuple[str, float]],
         clock: DilatedClock,
     ) -> None:
-        """``seconds`` is asked once for every action. ``finals`` are the parameters as a backward finds their
-        gradients, and how much of it has passed then."""
+        """``seconds`` is called once for every action. ``finals`` are the parameters in the order in which a backward
+        completes their gradients, each with the share of the backward that has passed by then."""
         section = Section(
             module=fx.GraphModule(nn.Module(), fx.Graph()),
             reads=(),
@@ -180,7 +180,7 @@ class EmulatedStage(StageModule):
         return {name: torch.zeros_like(value) if value.requires_grad else None for name, value in kept.received.items()}
 
     def _find_gradients(self, microbatch: int, seconds: float) -> None:
-        """In one wait; one by one where averaging overlaps with it."""
+        """Wait for all gradients at once; or one by one, if averaging overlaps with the backward."""
         kept, start_s = self._kept.pop(microbatch), self._clock()
 
         def find_one_by_one() -> None:
@@ -196,14 +196,14 @@ class EmulatedStage(StageModule):
 
 
 def _make_gradients(version: Version) -> None:
-    """As a backward leaves them: added to what is there."""
+    """Make gradients as a backward does: added to those that exist."""
     for leaf in version.leaves.values():
         if leaf.grad is None:
             leaf.grad = torch.zeros_like(leaf)
 
 
 class EmulatedTransport:
-    """Carries real messages by another transport, and hands them over when the cluster's network would have."""
+    """Sends real messages over another transport, and delivers them when the emulated network would."""
 
     def __init__(
         self, inner: Transport, devices: Sequence[int], network: EmulatedNetwork, shrink: float, clock: DilatedClock
