@@ -26,7 +26,7 @@ class Parameter:
     name: str
     num_bytes: int
     state_bytes: int = 0
-    """what the optimizer keeps for it"""
+    """Bytes that the optimizer keeps for it."""
 
     def __post_init__(self) -> None:
         for field in ("num_bytes", "state_bytes"):
@@ -43,9 +43,9 @@ class Layer:
     kind: str
     parameters: tuple[str, ...] = ()
     saved_bytes: int = 0
-    """what autograd keeps from the forward for the backward of one microbatch, parameters excluded"""
+    """Bytes that autograd keeps from the forward for the backward of one microbatch, without parameters."""
     reads_data: bool = False
-    """whether it takes model inputs, or as the loss the target, so that its stage loads them"""
+    """Whether it reads model inputs (or, as the loss, the target), so that its stage loads them."""
 
     def __post_init__(self) -> None:
         if not is_size(self.saved_bytes):
@@ -68,9 +68,9 @@ class Value:
     consumers: tuple[int, ...]
     num_bytes: int
     differentiable: bool = True
-    """whether a gradient of the same size travels back"""
+    """Whether a gradient of the same size is returned."""
     dtype: str = ""
-    """of its numbers, by torch's name without the module; empty where it is not known"""
+    """The type of its numbers, by torch's name without the module; empty if unknown."""
     opaque: str = ""
     """The type of a value that cannot be sent to another stage, such as an output object; empty for tensors."""
 
@@ -80,7 +80,7 @@ class Value:
 
     @property
     def is_float32(self) -> bool:
-        """Where it is not known, what has a gradient counts as such."""
+        """If the type is unknown, a value with a gradient counts as float32."""
         return self.dtype == "float32" or (not self.dtype and self.differentiable)
 
 
@@ -150,13 +150,13 @@ class LayerGraph:
         return {parameter.name: parameter for parameter in self.parameters}
 
     def parameters_of(self, layers: Iterable[int]) -> tuple[Parameter, ...]:
-        """The parameters that these layers need, a tied one once."""
+        """The parameters that these layers use; a shared one comes once."""
         names = dict.fromkeys(name for layer in layers for name in self.by_id[layer].parameters)
         return tuple(self.parameter_by_name[name] for name in names)
 
     @cached_property
     def sent_values(self) -> tuple[Value, ...]:
-        """The values that are sent wherever a cut separates those who make and read them."""
+        """The values that are sent if a cut separates the layers that make and read them."""
         return tuple(filter(self.is_sent, self.values))
 
     def is_sent(self, value: Value) -> bool:

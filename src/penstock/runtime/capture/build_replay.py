@@ -31,10 +31,10 @@ _FACTORIES, _FROM_NUMBERS = _device_constructors(), {torch.tensor, torch.as_tens
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor without values lay, at one moment: ``x.data = y`` moves it later."""
+    """Where a tensor without values was at one moment. ``x.data = y`` may move it later."""
 
     storage: torch.UntypedStorage
-    """kept, so that its address is never another's"""
+    """Kept alive, so that no other storage gets its address."""
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -58,7 +58,7 @@ class _Place:
 class _Operation:
     function: torch._ops.OpOverload
     arguments: tuple[Any, ...]
-    """with places for tensors, and the values of those that Python gave"""
+    """Tensors without values are given as places; tensors made from Python's numbers as values."""
     keywords: dict[str, Any]
     made: tuple[_Place, ...]
 
@@ -78,12 +78,12 @@ class _Operation:
 
 @dataclass(frozen=True)
 class BuildReplay:
-    """How the tensors of a model came about."""
+    """The operations that built the tensors of a model, and how to replay them for one tensor."""
 
     seed: int
     _operations: list[_Operation] = field(default_factory=list)
     _writers: dict[int, list[int]] = field(default_factory=dict)
-    """memory -> the operations that made it or wrote to it"""
+    """For each memory, the operations that made it or wrote to it."""
 
     def add(self, operation: _Operation) -> None:
         for memory in operation.writes:
@@ -91,7 +91,7 @@ class BuildReplay:
         self._operations.append(operation)
 
     def value(self, wanted: Tensor) -> Tensor:
-        """The initial value of a tensor without one, on the CPU."""
+        """The initial value of a tensor that has none, on the CPU."""
         place = _Place.of(wanted)
         found: dict[int, torch.UntypedStorage] = {}
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=()):
@@ -119,7 +119,7 @@ class BuildReplay:
 
         operation = self._operations[number]
         if torch.Tag.nondeterministic_seeded in operation.function.tags:
-            torch.manual_seed(hash((self.seed, number)) % 2**63)  # of integers only: the same in every process
+            torch.manual_seed(hash((self.seed, number)) % 2**63)  # hashes of integers are the same in every process
         arguments, keywords = pytree.tree_map(real, (operation.arguments, operation.keywords))
         made = operation.function(*arguments, **keywords)
         for place, result in zip(operation.made, _tensors(made), strict=True):
@@ -127,7 +127,7 @@ class BuildReplay:
 
 
 class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets every operation that makes a tensor make one without memory, and writes down how."""
+    """Makes every operation that creates a tensor create one without memory, and records the operation."""
 
     def __init__(self, replay: BuildReplay) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, func: torch._ops.OpOverload, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         given = _tensors((args, keywords))
         if given and not any(tensor.is_meta for tensor in given) and keywords.get("device") != META:
-            return func(*args, **keywords)  # numbers that Python gave
+            return func(*args, **keywords)  # tensors from Python's numbers
         if func is torch.ops.aten._local_scalar_dense.default:
             return func(self.replay.value(given[0]))
         if any(argument.name == "device" for argument in func._schema.arguments):
@@ -156,7 +156,8 @@ class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Ordinary(TorchFunctionMode):
-    """Has tensors without values seem ordinary ones: torch.nn.init, for one, leaves out what it would do on meta."""
+    """Makes tensors without values look like ordinary ones. For instance, torch.nn.init does nothing to tensors on the
+    meta device."""
 
     def __init__(self, replay: BuildReplay) -> None:
         super().__init__()
@@ -175,8 +176,8 @@ class _Ordinary(TorchFunctionMode):
 
 
 def record_build(build: Callable[[], T], seed: int) -> tuple[T, BuildReplay]:
-    """What ``build`` makes, without values, and how to give it them. Tensors that it has from Python's numbers are real
-    until it moves them to the meta device."""
+    """What ``build`` makes, without values, and a replay that makes the values. Tensors from Python's numbers are real
+    until ``build`` moves them to the meta device."""
     replay = BuildReplay(seed)
     with _RecordingMode(replay), _Ordinary(replay):
         made = build()
@@ -184,9 +185,9 @@ def record_build(build: Callable[[], T], seed: int) -> tuple[T, BuildReplay]:
 
 
 class WithoutValues(TorchFunctionMode):
-    """Runs code written for another device on the meta device: what it makes without saying where is made there.
+    """Runs code written for another device on the meta device: tensors are made there unless the code names a device.
 
-    What it makes from numbers of Python's has them on the CPU first, else nobody would know them.
+    Tensors from Python's numbers are made on the CPU first, since their values would be lost otherwise.
     """
 
     def __torch_function__(
@@ -201,7 +202,7 @@ class WithoutValues(TorchFunctionMode):
 
 
 def _noted(leaf: Any) -> Any:
-    """What an operation was given, as it is now."""
+    """An argument of an operation, as it is now."""
     if not isinstance(leaf, Tensor):
         return leaf
     return _Place.of(leaf) if leaf.is_meta else leaf.detach().clone()

@@ -1,11 +1,11 @@
-"""Seconds of a captured model's layers: forward, backward, and a backward taken in halves.
+"""Seconds of a captured model's layers: forward, backward, and the two halves of a backward.
 
-A model that has its values is timed as it trains: forward through all layers, then backward through all, again and
-again. So a layer finds its weights as far from the cache as in training, gradients add up where they will, and a slow
-moment of the machine befalls all layers and not the one whose turn it is. Going layer by layer costs something itself:
-the sums are stretched to those of whole steps, taken in between.
+A model with its values is timed as it trains: forward through all layers, then backward through all, repeatedly. So a
+layer finds its weights as far from the cache as in training, gradients are accumulated as in training, and a slow
+moment of the machine affects all layers and not just one. Going layer by layer has a cost of its own, so the sums are
+scaled to those of whole steps, which are taken in between.
 
-A model without values has them one layer at a time, so its layers are timed one after the other.
+A model without values gets them one layer at a time, so its layers are timed one after the other.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from penstock.runtime.stage.weights import Weights
 
 BLOCKS = 2
 EMPTY_RUNS = 2
-"""Of a layer that computes next to nothing, in each pass through the layers."""
+"""Runs of an empty layer in each pass through the layers."""
 QUICK_S, MOST_REPEATS = 0.6, 60
-"""What takes little time is repeated for so long, but not more often than this."""
+"""Something fast is repeated for this many seconds, but at most this often."""
 Values = dict[str, Any]
-"""what layers have made, by name, as leaves that gradients are found for"""
+"""The values that layers have made, by name, as leaves that get gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTrial:
-    """A microbatch size to time, and where whole steps get their microbatches."""
+    """A microbatch size to time, and the source of microbatches for whole steps."""
 
     samples: int
     microbatches: int
-    """of a minibatch"""
+    """Microbatches per minibatch."""
     given: Sequence[Any]
-    """the model inputs of a microbatch, in placeholder order"""
+    """The model inputs of a microbatch, in placeholder order."""
     target: Any
     next_microbatch: Callable[[], tuple[Sequence[Any], Any]]
-    """loads the inputs and the target of another one"""
+    """Loads the inputs and the target of another microbatch."""
 
     def key(self, microbatch: int) -> int:
-        """Any random numbers will do."""
+        """All microbatches have the same key, since the values of random numbers do not matter here."""
         return microbatch
 
     def load(self, microbatch: int, *, inputs: bool = True, target: bool = True) -> tuple[Sequence[Any], Any]:
@@ -75,20 +75,20 @@ class SizeTrial:
 
     @property
     def adds(self) -> bool:
-        """Whether gradients of a minibatch's microbatches add up."""
+        """Whether gradients are accumulated over the microbatches of a minibatch."""
         return self.microbatches > 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Of one layer, once. A backward that is not in halves is all input's."""
+    """One run of one layer. A backward that is not in halves counts as the input's half."""
 
     forward_s: float
     input_s: float
     weight_s: float
 
     def less(self, other: _Run) -> _Run:
-        """Without what another takes; what is left of a second is a tenth of it at least."""
+        """This run without the time of another. At least a tenth of each time is left."""
         pairs = zip(
             (self.forward_s, self.input_s, self.weight_s), (other.forward_s, other.input_s, other.weight_s), strict=True
         )
@@ -97,7 +97,7 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Timer:
-    """How a model's layers are run, and the clock that they are timed by."""
+    """Runs a model's layers and times them."""
 
     job: Job
     blueprint: Blueprint
@@ -111,8 +111,8 @@ class Timer:
     def compute(
         self, section: Section, leaves: Mapping[str, Tensor], arguments: Sequence[Any], buffers: Values, target: Any
     ) -> tuple[tuple[Any, ...], Tensor | WeightedLoss | None]:
-        """Forward: the values that a section sends, and the loss if it makes the model's output."""
-        with torch.enable_grad(), self.autocast(), drawing(0):  # seeded as in training, which takes time too
+        """The forward of a section: the values that it sends, and the loss if it makes the model's output."""
+        with torch.enable_grad(), self.autocast(), drawing(0):  # seeding takes time in training too
             sent, output = section.run(leaves, arguments, buffers)
             return sent, self._loss(output, target) if section.makes_output else None
 
@@ -124,7 +124,8 @@ class Timer:
         return self.clock() - start_s
 
     def typical_s(self, compute: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> float:
-        """After a first time that does not count. What is quick is repeated more often, to be as sure of it."""
+        """The typical seconds of ``compute``, after a first run that does not count. Fast ones are repeated more
+        often."""
         prepare()
         first_s = self.seconds(compute)
         times_s = []
@@ -134,11 +135,11 @@ class Timer:
         return typical(times_s)
 
     def repeats_of(self, once_s: float) -> int:
-        """How often to repeat what takes so long."""
+        """How often to repeat what takes this long."""
         return max(self.repeats, min(MOST_REPEATS, round(QUICK_S / max(once_s, 1e-9))))
 
     def alone(self, section: Section, given: Sequence[Any], values: Values, target: Any) -> LayerTimes:
-        """One layer, again and again."""
+        """Time one layer repeatedly."""
         leaves = {name: p.data.requires_grad_(p.requires_grad) for name, p in section.parameters.items()}
         layer = _Layer(self, section, leaves)
         whole: list[_Run] = []
@@ -163,12 +164,13 @@ class Timer:
         opaque: Collection[str],
         weighted: bool,
     ) -> Steps:
-        """All layers, and whole steps, at every size, in blocks of passes: a slow moment befalls more than one size.
+        """Time all layers and whole steps at every size, in blocks of passes, so that a slow moment affects several
+        sizes.
 
-        ``opaque`` names the values that cannot be sent; ``weighted`` says whether the loss is a sum with a weight.
+        ``opaque`` names the values that cannot be sent. ``weighted`` says whether the loss is a sum with a weight.
         """
         trial = _Trial(self, opaque, weighted)
-        # a worker's own time is found at the smallest size: beside large microbatches it does not count
+        # a worker's own time is measured at the smallest size: it is lost in large microbatches
         found = [_Passes(size, trial, finds_own=size is sizes[-1]) for size in sizes]
         for block, (_, passes) in enumerate(itertools.product(range(BLOCKS), found)):
             passes.take_block()
@@ -187,15 +189,15 @@ class Timer:
 
 @dataclass(frozen=True)
 class Steps:
-    """What was found in passes: of layers, of whole steps, and of the worker that takes them."""
+    """What was measured in passes: of layers, of whole steps, and of the worker that takes them."""
 
     own: WorkerSeconds
     parts: tuple[range, ...]
     """The layers of the smallest parts that took steps."""
     at: tuple[PartedSteps, ...]
-    """At each size."""
+    """One entry for each size."""
     layers: tuple[list[LayerTimes], ...]
-    """At each size."""
+    """One entry for each size."""
 
 
 class _Turn(NamedTuple):
@@ -205,7 +207,7 @@ class _Turn(NamedTuple):
     """0 is the whole model as one stage, 1 its halves, 2 its quarters."""
     in_halves: bool
     beside: bool = False
-    """Whether a stage that computes next to nothing runs beside it."""
+    """Whether an empty stage runs beside it."""
 
 
 _TURNS = (_Turn([0], False), _Turn([-1], False), _Turn([-1], True))
@@ -216,11 +218,11 @@ _TURNS_FOR_OWN_TIME = (
     _Turn([0], False, beside=True),
     _Turn([0], True, beside=True),
 )
-"""What halves and quarters take is compared, so they have their turn at about the same time."""
+"""Halves and quarters are compared with each other, so they take turns at about the same time."""
 
 
 class _Trial:
-    """A model that takes whole steps: as one stage, and where it can be divided, by parts of it."""
+    """A model that takes whole steps: as one stage and, if it can be divided, in parts."""
 
     def __init__(self, timer: Timer, opaque: Collection[str], weighted: bool) -> None:
         self.timer, self.weighted, self._opaque = timer, weighted, opaque
@@ -235,11 +237,11 @@ class _Trial:
 
     @property
     def parts(self) -> list[range]:
-        """The layers of the smallest."""
+        """The layers of the smallest parts."""
         return [part.layers for part in self.divisions[-1]]
 
     def divide(self, seconds: Sequence[float]) -> None:
-        """By the seconds of each layer, once."""
+        """Divide the model by the seconds of its layers. Does so once."""
         if self._is_divided:
             return
         self._is_divided = True
@@ -259,14 +261,14 @@ class _Trial:
 
 
 class _Passes:
-    """All that was timed at one size."""
+    """All times of one size."""
 
     def __init__(self, size: SizeTrial, trial: _Trial, *, finds_own: bool) -> None:
         self.size, self.trial, self.finds_own, self.taken = size, trial, finds_own, 0
         self.runs: dict[bool, list[list[_Run]]] = {False: [], True: []}
-        """by whether backwards were in halves, of every pass the runs of all layers"""
+        """For backwards whole (False) and in halves (True): for every pass, the runs of all layers."""
         self.empty: dict[bool, list[_Run]] = {False: [], True: []}
-        """by whether backwards were in halves, runs of a layer that computes next to nothing"""
+        """For backwards whole (False) and in halves (True): the runs of an empty layer."""
         self._steps: list[list[StepTimes]] = []
         self._messages: list[list[SameMessages]] = []
 
@@ -281,9 +283,9 @@ class _Passes:
         return PartedSteps(whole, *parts)
 
     def take_block(self) -> None:
-        """Passes, as many as every turn needs to be sure of it; more where they are quick."""
+        """Take as many passes as every turn needs; more if they are fast."""
         timer, turns = self.trial.timer, len(self._turns)
-        self._warm_up()  # memory of this size finds its place, too
+        self._warm_up()  # memory of this size is allocated, too
         fewest, start_s = turns * -(-timer.repeats // (turns * BLOCKS)), timer.clock()
         for taken in itertools.count():
             is_quick = timer.clock() - start_s < QUICK_S / BLOCKS and taken < MOST_REPEATS / BLOCKS
@@ -292,7 +294,7 @@ class _Passes:
             self._take()
 
     def _warm_up(self) -> None:
-        """Not counted. The first of all tells where to divide the model."""
+        """Steps that do not count. The very first one decides where to divide the model."""
         runs, kept = self._pass(in_halves=False)
         if self._steps:
             return
@@ -307,7 +309,7 @@ class _Passes:
         return [[StepTimes(self.size.microbatches) for _ in parts] for parts in self.trial.divisions]
 
     def _take(self) -> None:
-        """A pass through the layers, with every other backward in halves, and the steps whose turn it is."""
+        """One pass through the layers, with every other backward in halves, and the steps whose turn it is."""
         in_halves = self.taken % 2 == 1
         runs, _ = self._pass(in_halves=in_halves)
         self.runs[in_halves].append(runs)
@@ -338,7 +340,7 @@ class _Kept(NamedTuple):
 
 
 class _Layer:
-    """One layer, between its forward and its backward."""
+    """One layer, from its forward to its backward."""
 
     def __init__(self, timer: Timer, section: Section, leaves: Mapping[str, Tensor]) -> None:
         self.timer, self.section = timer, section
@@ -362,7 +364,7 @@ class _Layer:
         return self.timer.seconds(compute)
 
     def backward(self, forward_s: float, values: Values | None) -> _Run:
-        """From the gradients of its values, or where none are known from ones."""
+        """The backward from the gradients of its values, or from ones if none are known."""
         roots, seeds = [], []
         for name, value in zip(self.section.sent_names, self.sent, strict=True):
             leaves = itertools.repeat(None) if values is None else tensors_in(values.pop(name))
@@ -380,7 +382,7 @@ class _Layer:
 
 
 class _EmptyLayer(_Layer):
-    """Computes next to nothing: what it takes is what it costs to go layer by layer, which stages do not."""
+    """Computes next to nothing. Its time is the cost of going layer by layer, which stages do not have."""
 
     def __init__(self, timer: Timer) -> None:
         section, self._inputs = empty_section(timer.device)
@@ -397,7 +399,7 @@ class _EmptyLayer(_Layer):
 def _there_and_back(
     layers: Sequence[_Layer], given: Sequence[Any], target: Any, *, in_halves: bool
 ) -> tuple[list[_Run], _Kept]:
-    """Forward through all layers, then backward; with the values that they made and the gradients of these."""
+    """Forward through all layers, then backward. Returns also the values that the layers made and their gradients."""
     values: Values = {}
     forwards_s = []
     for layer in layers:
@@ -430,7 +432,7 @@ def _typical_run(runs: Sequence[_Run]) -> _Run:
 
 
 def _forget(leaves: Mapping[str, Any], sums: Mapping[str, Tensor] | None = None) -> None:
-    """Let gradients go; the next ones will be added to ``sums``, where there is one."""
+    """Drop gradients. The next ones are added to ``sums``, if given."""
     for name, value in leaves.items():
         for leaf in tensors_in(value):
             leaf.grad = (sums or {}).get(name)

@@ -1,7 +1,7 @@
 """Measures every layer of a captured model: seconds, bytes, what autograd keeps. Leaves the model untouched.
 
-Bytes are counted one layer after another, and of a model without values only the layer at hand is given them: what is
-held at a time is one layer, the values that layers to come will read, and a bundle of parameters whose update is timed.
+Bytes are counted layer by layer. In a model without values, only the current layer gets them. So memory holds one
+layer, the values that later layers read, and a bundle of parameters whose update is timed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 UNCERTAINTY = 0.05
-"""What predictions from a measured profile are off by, at the median of many models (docs/simulator.md)."""
+"""The median relative error of predictions from measured profiles, over many models (docs/simulator.md)."""
 STEPS_ALONE = 50
-"""of a worker with nearly nothing to compute"""
+"""Steps of a worker with an empty stage."""
 BUNDLE_BYTES = 2**25
-"""Of parameters updated together: enough that an optimizer's step is its arithmetic."""
+"""Bytes of parameters that are updated together: enough that an optimizer's step is mostly arithmetic."""
 
 
 def profile_job(
@@ -118,33 +118,33 @@ def profile_job(
 def sizes_to_measure(largest: int) -> list[int]:
     """A few microbatch sizes, largest first.
 
-    The second is a half, since only microbatches that are parts of a minibatch add their gradients up.
+    The second size is half the first, since gradients are accumulated only if a minibatch has several microbatches.
     """
     return [size for size in (largest, *(largest // part for part in (2, 8, 32))) if size]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
-    """What updates cost."""
+    """The costs of updates and averaging."""
 
     update_s: Mapping[str, float]
-    """of each parameter"""
+    """Seconds for each parameter."""
     copy_s: Mapping[str, float]
-    """of each parameter, where a version in flight must stay as it is"""
+    """Seconds to copy each parameter, if an update must not change a version in flight."""
     state_bytes: Mapping[str, int]
-    """that the optimizer keeps of each parameter"""
+    """Bytes that the optimizer keeps for each parameter."""
     call_s: float = 0.0
-    """of each update, whatever its parameters"""
+    """Seconds per update, whatever its parameters."""
     copy_call_s: float = 0.0
     average_s: float = 0.0
-    """a worker's own time to average a gradient"""
+    """A worker's own seconds to average a gradient."""
     average_call_s: float = 0.0
-    """of each all-reduce, whatever its gradients"""
+    """Seconds per all-reduce, whatever its gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Made:
-    """What is to be known of a value when it is gone."""
+    """What must be known of a value after it is freed."""
 
     num_bytes: int
     differentiable: bool
@@ -154,34 +154,34 @@ class _Made:
 
 @dataclass
 class _Size:
-    """What is found out at one microbatch size."""
+    """What is measured at one microbatch size."""
 
     trial: SizeTrial
     times: list[LayerTimes] = field(default_factory=list)
     load_s: float = 0.0
     saved: list[int] = field(default_factory=list)
-    """bytes that autograd keeps of each layer"""
+    """Bytes that autograd keeps of each layer."""
     made: dict[str, _Made] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    """those that a layer to come reads"""
+    """The values that a later layer reads."""
     counted: set[int] = field(default_factory=set)
-    """memory that autograd is known to keep, of what is in use"""
+    """The memory in use that autograd is known to keep."""
 
 
 @dataclass
 class Measurement:
     timer: Timer
     sizes: list[_Size] = field(default_factory=list)
-    """largest first"""
+    """Largest first."""
     own: WorkerSeconds = NO_TIME
     _steps: Steps | None = None
-    """Where there was room for the whole model."""
+    """None if there was no room for the whole model."""
     smallest_microbatch: int = 1
-    """the smallest size that the model is known to take, where it does not take the smallest that was tried"""
+    """The smallest size that the model accepts, as far as known: larger than 1 if it refused a size that was tried."""
     _reads_data: list[bool] = field(default_factory=list)
-    """of each layer"""
+    """One entry for each layer."""
     is_loss_weighted: bool = False
-    """known after ``run``"""
+    """Known after ``run``."""
 
     @property
     def splitter(self) -> Splitter:
@@ -194,7 +194,7 @@ class Measurement:
     def run(self, sizes: Sequence[int], progress: Progress) -> None:
         """Measure at these sizes, largest first.
 
-        A model may not take all of them: batch norm wants more than one sample, for instance.
+        A model may refuse some of them: for instance, batch norm needs more than one sample.
         """
         for samples in sizes:
             try:
@@ -204,7 +204,7 @@ class Measurement:
                     raise
                 self._note_left_out(samples, error)
         count = len(self.timer.captured.layers)
-        if self.blueprint.replay is not None:  # there may be no room for it whole
+        if self.blueprint.replay is not None:  # there may be no room for the whole model
             self._one_by_one(timed=True, progress=progress)
             self._time_worker()
             return
@@ -225,7 +225,7 @@ class Measurement:
         self.own, self._steps = found.own, found
 
     def _time_worker(self) -> None:
-        """By itself, for want of room for the whole model beside it."""
+        """Time a worker with an empty stage, since there is no room for the whole model."""
         stages = [nearly_nothing(self.timer.device, in_halves=halves) for halves in (False, True)]
         (stage, inputs), (halved, _) = stages
         steps, feed = StepTimes(), replace(self.sizes[0].trial, next_microbatch=lambda: (inputs, None))
@@ -252,14 +252,14 @@ class Measurement:
         return SizeTrial(samples, max(1, job.batch_size // samples), *load(), load)
 
     def _try(self, inputs: Any) -> None:
-        """Run the model itself, which may refuse inputs that its graph takes: torch checks some in Python."""
+        """Run the model itself. It may refuse inputs that its graph accepts, since torch checks some in Python."""
         if self.blueprint.replay is None:
             args, kwargs = call_arguments(inputs)
             with torch.no_grad(), self.timer.autocast(), drawing(0):
                 self.blueprint.model(*args, **kwargs)
 
     def _one_by_one(self, *, timed: bool, progress: Progress) -> None:
-        """Every layer in turn, at every size, on the values that the layers before it made."""
+        """Measure every layer in turn, at every size, on the values of the layers before it."""
         self._reads_data = []
         for size in self.sizes:
             size.times, size.saved, size.values, size.counted = [], [], {}, _memory_of(size.trial.given)
@@ -322,7 +322,7 @@ class Measurement:
         return LayerGraph(layers=layers, values=values, parameters=parameters)
 
     def seconds(self, size: _Size, updates: Updates) -> tuple[LayerSeconds, ...]:
-        charged: set[str] = set()  # a tied parameter is updated once
+        charged: set[str] = set()  # a shared parameter is updated once
         rows = []
         for index, times in enumerate(size.times):
             own = [name for name in self.splitter.parameters_of(index) if name not in charged]
@@ -346,7 +346,7 @@ class Measurement:
         return tuple(rows)
 
     def updates(self) -> Updates:
-        """By bundles of parameters, fitted by their number and bytes, and brought in line with whole steps; a frozen
+        """Time bundles of parameters, fit the times by their number and bytes, and scale them to whole steps. A frozen
         parameter costs nothing."""
         trained = {name: p for name, p in self.blueprint.model.named_parameters() if p.requires_grad}
         state_bytes: dict[str, int] = {}
@@ -371,7 +371,7 @@ class Measurement:
                 update_s |= _adding_up_to(step.update_s - call_s, {name: update_s[name] for name in own})
                 if step.copy_s is not None:
                     copy_s |= _adding_up_to(step.copy_s - copy_call_s, {name: copy_s[name] for name in own})
-        averaging = fit_updates(averages)  # of which the bytes are the all-reduce's own
+        averaging = fit_updates(averages)  # the time per byte belongs to the all-reduce
         return Updates(
             update_s=update_s,
             copy_s=copy_s,
@@ -393,7 +393,7 @@ class Measurement:
         }
 
     def _look_at(self, section: Section, size: _Size) -> None:
-        """The values that a layer makes, and what autograd keeps of them."""
+        """Find the values that a layer makes, and what autograd keeps of them."""
         buffers = {name: buffer.clone() for name, buffer in section.module.named_buffers()}
         leaves = {name: p.data.requires_grad_(p.requires_grad) for name, p in section.parameters.items()}
         arguments = [size.trial.given[position] for position in section.reads]
@@ -415,7 +415,7 @@ class Measurement:
 
 
 class _SavedBytes:
-    """Counts what autograd keeps, each piece of memory once, at the first layer that keeps it."""
+    """Counts the memory that autograd keeps. Each piece counts once, for the first layer that keeps it."""
 
     def __init__(self, counted: set[int], parameters: set[int]) -> None:
         self.seen = counted | parameters
@@ -423,16 +423,17 @@ class _SavedBytes:
         self._kept: list[Tensor] = []
 
     def count(self, tensor: Tensor) -> None:
-        """In place of keeping it in the graph, which would keep an operation's own result, and so itself, for ever."""
+        """Count a tensor instead of keeping it in the graph, which could keep an operation's own result, a cycle that
+        is never freed."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.seen:
             self.seen.add(storage.data_ptr())
-            self._kept.append(tensor.detach())  # else its address could be given to another tensor and go uncounted
+            self._kept.append(tensor.detach())  # so that its address is not reused by a tensor to be counted
             self.num_bytes += storage.nbytes()
 
 
 def _adding_up_to(total_s: float, parts_s: Mapping[str, float]) -> dict[str, float]:
-    """Stretched or shrunk."""
+    """The same parts, scaled to the total."""
     sum_s = sum(parts_s.values())
     factor = max(0.0, total_s) / sum_s if sum_s else 1.0
     return {name: seconds * factor for name, seconds in parts_s.items()}

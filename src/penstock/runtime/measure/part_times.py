@@ -1,10 +1,11 @@
-"""Parts of a model as stages: what a layer takes in a stage, rather than in a pass through the whole model.
+"""Parts of a model as stages: the time of a layer in a stage, rather than in a pass through the whole model.
 
-A pass through all layers, one by one, tells how the layers compare, but not what a stage takes. The first layers of a
-pass find caches that hold other code and data; in a pipeline the first layers of every stage do. A worker with part of
-a model finds more of its weights in the caches than one with all of it. So halves and quarters of the model take whole
-steps too, each as the one stage of a worker. A layer's seconds are scaled so that each quarter adds up to what it took.
-What four quarters take more than two halves is what every further action costs, whatever its layers.
+A pass through all layers, one by one, tells how the layers compare, but not the time of a stage. The first layers of a
+pass find other code and data in the caches; in a pipeline, the first layers of every stage do. A worker with part of a
+model finds more of its weights in the caches than one with the whole model. So halves and quarters of the model take
+whole steps too, each as the only stage of a worker. The seconds of layers are scaled so that each quarter adds up to
+its time as a stage. The difference between four quarters and two halves is the cost of every further action, whatever
+its layers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from penstock.runtime.capture.split import Section, Splitter
 from penstock.runtime.measure.worker_times import SameMessages, StepTimes, TrialWorker
 
 LARGEST_BYTES = 2**28
-"""Of parameters. Larger models are not divided: the parts would take memory, and no cache holds much of them anyway."""
+"""Limit for the bytes of parameters. Larger models are not divided: the parts would take memory, and no cache holds
+much of them anyway."""
 QUARTERS = 4
 
 
@@ -29,28 +31,28 @@ class LayerTimes:
     forward_s: float
     backward_s: float
     halved_forward_s: float
-    """The forward, where the backward is taken in halves."""
+    """The forward, if the backward runs in halves."""
     input_s: float
     weight_s: float
     """The two halves of the backward."""
     forward_switch_s: float = 0.0
-    """What a forward takes more after an action of another kind or stage."""
+    """Extra seconds of a forward after an action of another kind or stage."""
     backward_switch_s: float = 0.0
-    """What a backward takes more after an action of another kind or stage."""
+    """Extra seconds of a backward after an action of another kind or stage."""
     cold_s: float = 0.0
-    """What the first forward after an update takes more."""
+    """Extra seconds of the first forward after an update."""
     crowded_s: float = 0.0
-    """What a microbatch takes more on a worker that has all layers."""
+    """Extra seconds of a microbatch on a worker with all layers."""
 
     @property
     def weight_share(self) -> float:
-        """Of the backward."""
+        """The share of the weights' half in the backward."""
         return self.weight_s / (self.input_s + self.weight_s) if self.weight_s else 0.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some layers as the one stage of a worker."""
+    """Some layers as the only stage of a worker."""
 
     layers: range
     section: Section
@@ -70,7 +72,7 @@ class Part:
 
 
 def places_to_cut(splitter: Splitter, opaque: Collection[str]) -> list[int]:
-    """The layers before which a model can be cut: no value that cannot be sent crosses there."""
+    """The layers before which the model can be cut. No value that cannot be sent may cross a cut."""
     count = len(splitter.captured.layers)
     crossed = {
         place
@@ -82,7 +84,8 @@ def places_to_cut(splitter: Splitter, opaque: Collection[str]) -> list[int]:
 
 
 def divided(seconds: Sequence[float], places: Sequence[int]) -> tuple[list[range], list[range]]:
-    """Halves and quarters of the layers, by their seconds, cut at some of ``places``; none where these are too few."""
+    """Halves and quarters of the layers by their seconds, cut at some of ``places``; none if there are too few
+    places."""
     if len(places) < QUARTERS - 1:
         return [], []
     before = list(itertools.accumulate(seconds, initial=0.0))
@@ -100,7 +103,7 @@ def _ranges(cuts: Sequence[int], count: int) -> list[range]:
 
 @dataclass(frozen=True)
 class PartedSteps:
-    """What whole steps took: with the whole model as one stage, and with each half and quarter of it."""
+    """Times of whole steps: with the whole model as one stage, and with each half and quarter of it."""
 
     whole: StepTimes
     halves: Sequence[StepTimes] = ()
@@ -108,11 +111,11 @@ class PartedSteps:
 
     @property
     def parts(self) -> Sequence[StepTimes]:
-        """The smallest that there are."""
+        """The smallest parts that were timed."""
         return self.quarters or (self.whole,)
 
     def _each_further(self, seconds: Callable[[StepTimes], float]) -> float:
-        """What every further stage takes, whatever its layers."""
+        """Seconds of every further stage, whatever its layers."""
         if not self.quarters:
             return 0.0
         further_s = sum(map(seconds, self.quarters)) - sum(map(seconds, self.halves))
@@ -120,7 +123,7 @@ class PartedSteps:
 
     @property
     def own(self) -> WorkerSeconds:
-        """A worker's own time: at least that of a stage that computes next to nothing."""
+        """A worker's own time: at least that of an empty stage."""
         least = self.whole.own
         return replace(
             least,
@@ -143,7 +146,7 @@ def _backward_s(step: StepTimes) -> float:
 def scaled_to_steps(
     layers: Sequence[LayerTimes], parts: Sequence[range], steps: PartedSteps, own: WorkerSeconds
 ) -> list[LayerTimes]:
-    """So that the layers of each part add up to what it took, but for the worker's own time."""
+    """Scale layers so that those of each part add up to the part's time, without the worker's own time."""
     scaled = [
         each
         for part, step in zip(parts, steps.parts, strict=True)

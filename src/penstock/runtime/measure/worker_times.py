@@ -1,8 +1,8 @@
-"""A worker's own time: what its actions take beside their layers, and what loading and updates take.
+"""A worker's own time: what its actions take besides their layers, and the times of loading and updates.
 
-The worker that trains takes whole steps here, with the whole model or with a part of it as its one stage. After each
-action of the whole model, a stage that computes next to nothing may have its turn: what that takes is the least that
-any further stage costs. These are tens of microseconds for an action, which is much beside small microbatches.
+A real worker takes whole steps here, with the whole model or a part of it as its only stage. After each action, an
+empty stage, which computes next to nothing, may run an action too: that is the least that any further stage costs.
+These are tens of microseconds per action, which matters for small microbatches.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from penstock.schedule import Action, Kind, Pipeline, Schedule, build_schedule
 from penstock.sync import sync_policy
 
 NO_DEADLINE_S = 60.0
-"""nobody is waited for"""
+"""There is no peer to wait for."""
 ALONE = Pipeline(workers=((0,),), reads=((),))
 
 
 STASHED = 1
-"""Of a trial's minibatches of one microbatch, the one whose update must leave a version in flight as it is."""
+"""Which of a trial's minibatches of one microbatch has an update with a version in flight."""
 
 
 def typical(seconds: Iterable[float]) -> float:
-    """The mean of the middle half. A median jumps between the two speeds of a machine that is now fast, now slow."""
+    """The mean of the middle half. A median would jump on a machine that alternates between two speeds."""
     ordered = sorted(seconds)
     aside = len(ordered) // 4
     return statistics.fmean(ordered[aside : len(ordered) - aside])
@@ -49,60 +49,60 @@ def typical(seconds: Iterable[float]) -> float:
 
 @dataclass
 class StepTimes:
-    """All that whole steps took so far.
+    """All times of whole steps so far.
 
-    What an action takes depends on the action before it, since each leaves its own code and data in the caches. A
-    forward may come *in a row*, right after another forward; after a backward; or after an update, which is slowest.
-    Where a minibatch is one microbatch, every forward comes after an update, and there is nothing to tell apart.
+    The time of an action depends on the action before it, since each leaves its own code and data in the caches. A
+    forward may come *in a row*, right after another forward; after a backward; or after an update, which is slowest. If
+    a minibatch is one microbatch, every forward comes after an update, so they cannot be compared.
     """
 
     microbatches: int = 1
-    """Microbatches of a minibatch. Of more than one, each but the first adds its gradients to those before."""
+    """Microbatches per minibatch. All but the first accumulate their gradients."""
     forwards_s: list[float] = field(default_factory=list)
-    """Forwards after a backward, or after an update where every forward comes after one."""
+    """Forwards after a backward; or after an update, if every forward comes after one."""
     forwards_in_a_row_s: list[float] = field(default_factory=list)
     forwards_after_update_s: list[float] = field(default_factory=list)
-    """Forwards after an update, where others are not."""
+    """Forwards after an update, if others are not."""
     backwards_s: list[float] = field(default_factory=list)
     """Backwards of the first microbatch of a minibatch, after a forward."""
     adding_s: list[float] = field(default_factory=list)
-    """Backwards that add their gradients to those before, after a forward."""
+    """Backwards that accumulate gradients, after a forward."""
     adding_in_a_row_s: list[float] = field(default_factory=list)
-    """Backwards that add their gradients to those before, after another backward."""
+    """Backwards that accumulate gradients, after another backward."""
     halved_forwards_s: list[float] = field(default_factory=list)
-    """Forwards, where the backward is taken in halves."""
+    """Forwards, if the backward runs in halves."""
     inputs_s: list[float] = field(default_factory=list)
     weights_s: list[float] = field(default_factory=list)
     """The two halves of backwards."""
     updates_s: list[float] = field(default_factory=list)
     stashed_s: list[float] = field(default_factory=list)
-    """Updates beside a microbatch in flight, which keeps the weights as they were."""
+    """Updates with a microbatch in flight that keeps the old weights."""
     empty_s: dict[Kind, list[float]] = field(default_factory=lambda: {kind: [] for kind in Kind})
-    """Actions of a stage that computes next to nothing."""
+    """Actions of an empty stage."""
     between_s: list[float] = field(default_factory=list)
-    """from one action to the next, where nothing is loaded"""
+    """Seconds from one action to the next, if nothing is loaded."""
     loading_s: list[float] = field(default_factory=list)
-    """from one action to the next, where a microbatch is loaded"""
+    """Seconds from one action to the next, if a microbatch is loaded."""
 
     @property
     def forward_s(self) -> float:
-        """A forward in a row with others, if there are any."""
+        """A forward after another forward, if there were any."""
         return min(typical(each) for each in (self.forwards_s, self.forwards_in_a_row_s) if each)
 
     @property
     def forward_switch_s(self) -> float:
-        """What a forward takes more after a backward than after another forward."""
+        """Extra seconds of a forward after a backward, compared with one after another forward."""
         return typical(self.forwards_s) - self.forward_s
 
     @property
     def first_forward_s(self) -> float:
-        """What the first forward after an update takes more than one in a row with others."""
+        """Extra seconds of the first forward after an update, compared with one after another forward."""
         cold_s = self.forwards_after_update_s
         return max(0.0, typical(cold_s) - self.forward_s) if cold_s else 0.0
 
     @property
     def backward_s(self) -> float:
-        """A backward in a row with others, if there are any; the mean over a minibatch."""
+        """A backward after another backward, if there were any; the mean over a minibatch."""
         return self.backward_after_forward_s - self.backward_switch_s
 
     @property
@@ -115,7 +115,7 @@ class StepTimes:
 
     @property
     def backward_switch_s(self) -> float:
-        """What a backward takes more after a forward than after another backward."""
+        """Extra seconds of a backward after a forward, compared with one after another backward."""
         if not self.adding_in_a_row_s:
             return 0.0
         return max(0.0, typical(self.adding_s) - typical(self.adding_in_a_row_s))
@@ -138,7 +138,7 @@ class StepTimes:
 
     @property
     def copy_s(self) -> float | None:
-        """None where no update was beside a microbatch in flight, since minibatches had several microbatches."""
+        """None if no update had a microbatch in flight, since minibatches had several microbatches."""
         return None if not self.stashed_s else max(0.0, typical(self.stashed_s) - self.update_s)
 
     @property
@@ -147,7 +147,7 @@ class StepTimes:
 
     @property
     def own(self) -> WorkerSeconds:
-        """Without updates, which depend on what there is to update."""
+        """Does not include updates, which depend on the parameters."""
         return WorkerSeconds(
             forward_s=typical(self.empty_s[Kind.FORWARD]),
             backward_s=typical(self.empty_s[Kind.BACKWARD]),
@@ -169,14 +169,14 @@ class Nearly(nn.Module):
 
 
 class _EmptyStage:
-    """A stage that computes next to nothing, by whole backwards or by halves."""
+    """A stage that computes next to nothing, with whole backwards or in halves."""
 
     def __init__(self, device: torch.device, *, in_halves: bool) -> None:
         self.module, self.inputs = nearly_nothing(device, in_halves=in_halves)
         self.in_halves = in_halves
 
     def take(self, action: Action, seconds: Callable[[Callable[[], Any]], float], times: StepTimes) -> None:
-        """Its turn after an action of another stage: an action of the same kind."""
+        """Run an action of the same kind after an action of another stage."""
         kind, index = action.kind, action.index
         if kind is Kind.FORWARD:
             forward_s = seconds(lambda: self.module.forward(index, self.inputs, {}, None))
@@ -193,7 +193,7 @@ class _EmptyStage:
 
 
 def empty_section(device: torch.device) -> tuple[Section, list[Any]]:
-    """A layer that computes next to nothing, with a layer behind it, and inputs for it."""
+    """A layer that computes next to nothing, followed by another layer, and inputs for it."""
     inputs = torch.ones(1, device=device)
     splitter = Splitter(capture(nn.Sequential(Nearly(), Nearly()).to(device), inputs, only="module"))
     return splitter.section([0]), splitter.captured.bind(inputs)
@@ -210,7 +210,7 @@ def nearly_nothing(device: torch.device, *, in_halves: bool = False) -> tuple[St
 
 
 class SameMessages(Mailbox):
-    """A mailbox that hands out the same values and gradients for every microbatch, and drops what is sent."""
+    """A mailbox that returns the same values and gradients for every microbatch, and drops what is sent."""
 
     def __init__(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], *, weighted: bool) -> None:
         """``values`` are those that a stage receives, ``gradients`` those of the values that it sends."""
@@ -244,13 +244,13 @@ class TrialWorker:
     def __init__(
         self, stage: StageModule, halved: StageModule, clock: Clock, device: torch.device, *, weighted: bool = False
     ) -> None:
-        """``halved`` is the same stage with the same weights, whose backwards can be taken in halves."""
+        """``halved`` is the same stage with the same weights, whose backwards can run in halves."""
         self.clock, self.device = clock, device
         self._workers = tuple(self._worker(each, weighted) for each in (stage, halved))
         self._empty = tuple(_EmptyStage(device, in_halves=halves) for halves in (False, True))
 
     def _worker(self, stage: StageModule, weighted: bool) -> Worker:
-        """Stages before and behind it are numbered as if they existed."""
+        """The stages before and after it get numbers as if they existed."""
         transport, section = LocalTransport(0, LocalExchange()), stage.section
         own = OwnStage(
             index=0,
@@ -329,7 +329,7 @@ def _minibatches(each: int, *, in_halves: bool) -> list[Schedule]:
 
 
 def _list_for(action: Action, before: Action, each: int, times: StepTimes, *, in_halves: bool) -> list[float]:
-    """Where the seconds of an action belong, in minibatches of so many microbatches each."""
+    """The list that the seconds of an action belong to, in minibatches of so many microbatches."""
     if action.kind is Kind.STEP:
         stashed = each == 1 and not in_halves and action.index == STASHED
         return times.stashed_s if stashed else times.updates_s
