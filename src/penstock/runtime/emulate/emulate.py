@@ -46,7 +46,7 @@ HELD_BYTES = 2**23
 
 
 @dataclass(frozen=True)
-class Emulated:
+class EmulatedRun:
     trace: Trace
     """In emulated seconds."""
     result: Result
@@ -62,7 +62,7 @@ def emulate(
     *,
     dilation: float | None = None,
     timeout_s: float = 300.0,
-) -> Emulated:
+) -> EmulatedRun:
     """Run so many minibatches. By default, time is dilated enough that the real work takes only a small share of it."""
     epoch = Epoch(
         num_samples=plan.profile.batch_size * minibatches,
@@ -81,7 +81,7 @@ def emulate(
     seconds = made.run(segment)
     events = ([Event(worker=worker.rank, **timed._asdict()) for timed in worker.events] for worker in made.workers)
     trace = merge("emulated", plan.worker_names, epoch.samples, events)
-    return Emulated(trace, made.result(segment, seconds), dilation, made.shrink)
+    return EmulatedRun(trace, made.result(segment, seconds), dilation, made.shrink)
 
 
 def usual_dilation(plan: Plan, schedule: Schedule, minibatches: int) -> float:
