@@ -161,7 +161,7 @@ def _parse_edge(line: str, where: str) -> tuple[str, str]:
 
 
 def _consumers(nodes: Mapping[str, _Node], edges: Mapping[tuple[str, str], int], source: str) -> dict[str, list[str]]:
-    """The readers of each node: first those of the edges, in their order, then the nodes that nobody reads."""
+    """The readers of each node. Nodes come in the order of the edges, those without readers last."""
     if not nodes:
         raise FormatError(f"{source}: no node; expected lines of the form {_NODE_FORM}")
     found: dict[str, list[str]] = {}

@@ -190,7 +190,7 @@ def _readers_of_inputs(plan: Plan) -> set[int]:
 
 
 def _steady(events: Sequence[Event]) -> Sequence[Event]:
-    """The events between two updates in the middle half of the run; all events if there are fewer than two updates."""
+    """The events between two updates, without the first and last quarter; all if there are fewer than two updates."""
     places = {event.action.index: place for place, event in enumerate(events) if event.action.kind is Kind.STEP}
     rounds = sorted(places)
     if len(rounds) < 2:
