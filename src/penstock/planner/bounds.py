@@ -79,8 +79,8 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
 
     def area_s(replicas: Floats, hidden: float, averaged: float) -> Floats:
         """Device seconds per microbatch."""
-        overhead_s = update_s + averaged * ring_allreduce(own_bytes, replicas).occupied_s(fastest)
-        overhead_s = overhead_s - hidden * backward_s * (replicas > 1)
+        ring_s: Floats = ring_allreduce(own_bytes, replicas).occupied_s(fastest)
+        overhead_s = update_s + averaged * ring_s - hidden * backward_s * (replicas > 1)
         return compute_s + (overhead_s * replicas / microbatches if family.accumulates else overhead_s)
 
     def possible(period_s: float) -> bool:
