@@ -24,7 +24,7 @@ from penstock.errors import JobError
 from penstock.profile import Profile
 from penstock.run import RunDirectory
 from penstock.runtime.capture.blueprint import blueprint_of
-from penstock.runtime.capture.recording import record
+from penstock.runtime.capture.build_replay import record_build
 from penstock.runtime.worker.assemble import Assembly
 from test_processes import TESTS, penstock
 from test_shapes import Average, Recurrent, ragged_job
@@ -152,8 +152,8 @@ def test_what_a_forward_makes_of_its_own_is_made_where_it_runs() -> None:
 
 def test_recording_takes_no_memory_and_only_what_is_asked_for_is_made() -> None:
     """A terabyte of layers, one of which is wanted."""
-    layers, recording = record(lambda: [nn.Linear(2**14, 2**14) for _ in range(1000)] + [nn.Linear(3, 3)], seed=0)
-    assert recording.value(layers[-1].weight).abs().max() <= 3**-0.5
+    layers, replay = record_build(lambda: [nn.Linear(2**14, 2**14) for _ in range(1000)] + [nn.Linear(3, 3)], seed=0)
+    assert replay.value(layers[-1].weight).abs().max() <= 3**-0.5
 
 
 # --- what cannot be done is said

@@ -265,9 +265,9 @@ def test_every_layer_a_section_of_its_own_computes_the_model(name: str, size: in
     torch.manual_seed(0)
     for layer in range(len(splitter.captured.layers)):
         section = splitter.section([layer])
-        arguments = [given[i] for i in section.reads] + [values[n] for n in section.receives]
+        arguments = [given[i] for i in section.reads] + [values[n] for n in section.received_names]
         sent, output = section.run(section.parameters, arguments)
-        values.update(zip(section.sends, sent, strict=True))
+        values.update(zip(section.sent_names, sent, strict=True))
     torch.testing.assert_close(job.loss(splitter.captured.rebuild_output(output), target), expected)
 
 
@@ -358,7 +358,7 @@ def test_a_cut_may_run_a_reader_after_the_stage_that_overwrites_what_it_reads() 
     second = splitter.section(late)
     sent, _ = first.run(first.parameters, [x])
     values = dict(zip(first.sends, sent, strict=True))
-    _, output = second.run(second.parameters, [values[name] for name in second.receives])
+    _, output = second.run(second.parameters, [values[name] for name in second.received_names])
     torch.testing.assert_close(splitter.captured.rebuild_output(output), model(x))
 
 

@@ -31,14 +31,14 @@ from penstock.profile import Profile
 from penstock.runtime.messages.compress import LOOKED_AT_EVERY, ErrorMeter, decode, encode, layout_sent, relative_error
 from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.messages.payload import layout_of
-from penstock.runtime.process.handed_in import edge_error, edge_errors
 from penstock.runtime.process.verify import compare, save_gradients
+from penstock.runtime.process.worker_files import edge_error, edge_errors
 from penstock.runtime.transport.base import Channel, Pending
 from penstock.runtime.transport.threads import LocalExchange, LocalTransport
 from penstock.schedule import Action, Kind, Pipeline, build_schedule
 from penstock.simulate import simulate
-from test_handed_in import account
 from test_worker import single_process
+from test_worker_files import account
 
 ROUNDED = ("bf16", "int8")
 numbers = st.floats(-(2.0**127), 2.0**127, width=32)

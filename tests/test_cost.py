@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from builders import chain_graph, chain_profile, flat_cluster, law, layer_seconds, plan_of, profile_of, profiles
 from penstock.cluster import Cluster, Device, Level
-from penstock.cost import CostModel, message, stashes_weights
+from penstock.cost import CostModel, message, ring_allreduce, ring_terms, stashes_weights
 from penstock.errors import ProfileError
 from penstock.graph import Layer, LayerGraph, Value
 from penstock.plan import Stage
@@ -31,6 +31,17 @@ def test_a_ring_all_reduce_moves_two_times_all_but_one_share_in_as_many_steps(
     costs = model(cluster=flat_cluster(workers, bytes_per_s=bytes_per_s, latency_s=latency_s))
     moved_s = 2 * (workers - 1) / workers * num_bytes / bytes_per_s
     assert costs.allreduce_s(num_bytes, range(workers)) == pytest.approx(moved_s + 2 * (workers - 1) * latency_s)
+
+
+@law
+@given(st.integers(2, 16), st.integers(0, 10**9), st.floats(1e3, 1e11), st.floats(0, 1e-2))
+def test_the_terms_of_a_ring_add_up_to_its_seconds(
+    workers: int, num_bytes: int, bytes_per_s: float, latency_s: float
+) -> None:
+    link = Level(size=workers, bytes_per_s=bytes_per_s, latency_s=latency_s)
+    step_s, wire_s = ring_terms(num_bytes, link)
+    seconds = ring_allreduce(num_bytes, workers).seconds(link)
+    assert (workers - 1) * (step_s + wire_s / workers) == pytest.approx(seconds)
 
 
 def test_an_all_reduce_of_one_device_or_of_nothing_is_free() -> None:

@@ -151,7 +151,7 @@ def test_an_example_job_is_one(example: Path, tmp_path: Path, monkeypatch: pytes
         save_tiny_gpt2(tmp_path / "checkpoint")
         monkeypatch.chdir(tmp_path)
     from penstock.runtime.capture.blueprint import blueprint_of
-    from penstock.runtime.capture.recording import CPU
+    from penstock.runtime.capture.build_replay import CPU
     from penstock.runtime.process.jobs import load_job
 
     job = load_job(example)

@@ -26,7 +26,7 @@ from penstock.planner import make_plan
 from penstock.profile import WorkerSeconds
 from penstock.run import RunDirectory
 from penstock.runtime.emulate.emulate import emulate, usual_dilation
-from penstock.runtime.emulate.emulated_network import EmulatedNetwork, Transfer
+from penstock.runtime.emulate.network import Arrival, EmulatedNetwork
 from penstock.schedule import Kind
 from penstock.simulate import simulate
 
@@ -50,29 +50,29 @@ class Sent:
         self.network = EmulatedNetwork(cluster, self.clock)
         self.count = 0
 
-    def send(self, source: int, target: int, num_bytes: float, kind: Kind = Kind.FORWARD) -> Transfer:
+    def send(self, source: int, target: int, num_bytes: float, kind: Kind = Kind.FORWARD) -> Arrival:
         self.count += 1
-        way = (source, target, kind)
-        self.network.send(way, self.count, (source, target), num_bytes)
-        return self.network.claim(way, self.count)
+        stream = (source, target, kind)
+        self.network.send(stream, self.count, (source, target), num_bytes)
+        return self.network.claim(stream, self.count)
 
-    def there_s(self, *transfers: Transfer) -> list[float]:
-        return [pytest.approx(self.network.there_s(each)) for each in transfers]
+    def arrival_s(self, *arrivals: Arrival) -> list[float]:
+        return [pytest.approx(self.network.arrival_s(each)) for each in arrivals]
 
 
 def test_a_message_takes_its_bytes_over_the_slowest_link_on_its_way() -> None:
     sent = Sent()
-    assert sent.there_s(sent.send(0, 1, 10 * MB), sent.send(2, 0, 10 * MB)) == [0.1, 1.0]
+    assert sent.arrival_s(sent.send(0, 1, 10 * MB), sent.send(2, 0, 10 * MB)) == [0.1, 1.0]
 
 
 def test_the_devices_of_a_host_share_its_uplink() -> None:
     sent = Sent()
-    assert sent.there_s(sent.send(0, 2, 10 * MB), sent.send(1, 3, 10 * MB)) == [2.0, 2.0]
+    assert sent.arrival_s(sent.send(0, 2, 10 * MB), sent.send(1, 3, 10 * MB)) == [2.0, 2.0]
 
 
-def test_the_two_directions_of_a_link_are_two() -> None:
+def test_the_two_streams_of_a_link_are_two() -> None:
     sent = Sent()
-    assert sent.there_s(sent.send(0, 2, 10 * MB), sent.send(3, 1, 10 * MB)) == [1.0, 1.0]
+    assert sent.arrival_s(sent.send(0, 2, 10 * MB), sent.send(3, 1, 10 * MB)) == [1.0, 1.0]
 
 
 def test_one_that_comes_later_slows_what_is_under_way_and_one_that_ends_speeds_it_up() -> None:
@@ -80,19 +80,19 @@ def test_one_that_comes_later_slows_what_is_under_way_and_one_that_ends_speeds_i
     first = sent.send(0, 2, 10 * MB)
     sent.clock.now_s = 0.5
     second = sent.send(1, 3, 2 * MB)
-    assert sent.there_s(first, second) == [1.2, 0.9]
+    assert sent.arrival_s(first, second) == [1.2, 0.9]
     sent.clock.now_s = 5.0
-    assert sent.there_s(first, second) == [1.2, 0.9]
+    assert sent.arrival_s(first, second) == [1.2, 0.9]
 
 
-def test_messages_of_a_way_follow_each_other() -> None:
+def test_messages_of_a_stream_follow_each_other() -> None:
     sent = Sent()
-    assert sent.there_s(sent.send(0, 2, 10 * MB), sent.send(0, 2, 5 * MB)) == [1.0, 1.5]
+    assert sent.arrival_s(sent.send(0, 2, 10 * MB), sent.send(0, 2, 5 * MB)) == [1.0, 1.5]
 
 
 def test_latency_comes_after_the_last_byte_and_occupies_nothing() -> None:
     sent = Sent(flat_cluster(2, bytes_per_s=10 * MB, latency_s=0.25))
-    assert sent.there_s(sent.send(0, 1, 10 * MB), sent.send(0, 1, 10 * MB)) == [1.25, 2.25]
+    assert sent.arrival_s(sent.send(0, 1, 10 * MB), sent.send(0, 1, 10 * MB)) == [1.25, 2.25]
 
 
 def test_an_all_reduce_is_a_ring_that_all_its_workers_wait_for() -> None:
@@ -100,7 +100,7 @@ def test_an_all_reduce_is_a_ring_that_all_its_workers_wait_for() -> None:
     first = sent.network.ring((0, 1, 2, 3), 0, [3, 0, 2, 1], 8 * MB)
     others = [sent.network.ring((0, 1, 2, 3), 0, [3, 0, 2, 1], 8 * MB) for _ in range(3)]
     assert all(each is first for each in others)
-    assert sent.there_s(first) == [1.2]  # 2 (n-1) / n of the bytes over the uplink
+    assert sent.arrival_s(first) == [1.2]  # 2 (n-1) / n of the bytes over the uplink
     again = sent.network.ring((0, 1, 2, 3), 1, [3, 0, 2, 1], 8 * MB)
     assert again is not first
 
@@ -110,14 +110,14 @@ def test_what_is_foreseen_is_never_too_late_and_comes_true(events: Sequence[tupl
     sent, under_way = Sent(), []
     for source, target, num_bytes, later_s in events:
         if source != target:
-            foreseen = [sent.network.there_s(each) for each in under_way]
+            foreseen = [sent.network.arrival_s(each) for each in under_way]
             under_way.append(sent.send(source, target, num_bytes))
-            now = [sent.network.there_s(each) for each in under_way]
+            now = [sent.network.arrival_s(each) for each in under_way]
             assert all(before <= after + 1e-9 for before, after in zip(foreseen, now, strict=False))
             sent.clock.now_s += later_s
-    last = [sent.network.there_s(each) for each in under_way]
+    last = [sent.network.arrival_s(each) for each in under_way]
     sent.clock.now_s += 1000
-    assert [sent.network.there_s(each) for each in under_way] == [pytest.approx(each) for each in last]
+    assert [sent.network.arrival_s(each) for each in under_way] == [pytest.approx(each) for each in last]
 
 
 PROFILE = chain_profile([2e-3] * 4, batch_size=4, value_bytes=4000, parameter_bytes=4000, tied=(0, 3))

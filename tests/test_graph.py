@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from builders import chain_graph, graphs, law
 from penstock.errors import GraphError
-from penstock.graph import Layer, LayerGraph, Parameter, Value
+from penstock.graph import Layer, LayerGraph, Parameter, Value, by_edge
 
 
 @law
@@ -59,6 +59,12 @@ def test_a_value_with_many_readers_crosses_once() -> None:
     )
     assert [v.name for v in graph.crossing({0, 1}, {2, 3, 4})] == ["shared"]
     assert graph.crossing({1}, {2, 3, 4}) == ()
+
+
+def test_an_edge_has_each_value_once_in_the_given_order() -> None:
+    made = [("x", 0, (1, 2, 3)), ("y", 1, (3,)), ("z", 0, (0, 3))]
+    assert by_edge(made, {0: 0, 1: 0, 2: 1, 3: 1}) == {(0, 1): ["x", "y", "z"]}
+    assert by_edge(made, {0: 0, 1: 1, 2: 2, 3: 2}) == {(0, 1): ["x"], (0, 2): ["x", "z"], (1, 2): ["y"]}
 
 
 def test_tied_parameters_are_counted_once() -> None:

@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest
 TALK = """
 import json
 import torch
-from penstock.runtime.links.links import make_links
+from penstock.runtime.links.choice import choose_links
 from penstock.runtime.machine.machine import host_id
 from penstock.runtime.process.joining import join_workers
 import os, socket
 
 with join_workers(1, 30.0) as device:
-    links = make_links([(0, 1)], [(0, 1)], device=device, timeout_s=30.0)
+    links = choose_links([(0, 1)], [(0, 1)], device=device, timeout_s=30.0)
     tensor = torch.ones(1000)
     links.transport.all_reduce(tensor, (0, 1), 30.0)
 said = [socket.gethostname(), host_id(), list(links.chosen.values()), tensor.sum().item(), len(os.sched_getaffinity(0))]

@@ -17,7 +17,7 @@ from penstock.cost import in_buckets
 from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.runtime.emulate.emulate import emulate
-from penstock.runtime.emulate.emulated import EmulatedTransport
+from penstock.runtime.emulate.stand_ins import EmulatedTransport
 from penstock.runtime.transport.base import Pending
 from penstock.runtime.transport.threads import LocalTransport
 from penstock.runtime.worker.assemble import Assembly, check_job

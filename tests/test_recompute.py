@@ -62,13 +62,13 @@ def run_alone(plan: Plan, job: Job) -> Run:
             inputs, target = feed.load(microbatch)
             received = {
                 name: values[microbatch, name].detach().clone().requires_grad_(values[microbatch, name].requires_grad)
-                for name in stage.section.receives
+                for name in stage.section.received_names
             }
             made = stage.forward(microbatch, inputs, received, target, key=feed.key(microbatch))
             values |= {(microbatch, name): value for name, value in made.items()}
             run.sent += [value.detach().clone() for value in made.values()]
         elif kind is Kind.BACKWARD:
-            gradients = {name: owed.get((microbatch, name), []) for name in stage.section.sends}
+            gradients = {name: owed.get((microbatch, name), []) for name in stage.section.sent_names}
             found = stage.backward(microbatch, gradients, loss_weight=0.5, scale=1.0)
             for name, gradient in found.items():
                 owed.setdefault((microbatch, name), []).append(gradient)
@@ -253,7 +253,7 @@ def kept_bytes(name: str, *, recompute: bool) -> int:
     stage = StageModule(section, Weights(section.parameters, sgd), job.loss, recompute=recompute)
     with NewMemory() as memory:
         for microbatch in range(5):
-            received = {n: v.detach().requires_grad_() for n, v in zip(section.receives, values, strict=True)}
+            received = {n: v.detach().requires_grad_() for n, v in zip(section.received_names, values, strict=True)}
             stage.forward(microbatch, inputs, received, None)
     buffers = sum(buffer.nbytes for buffer in section.module.buffers())
     return memory.kept_bytes() - 5 * buffers

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import WorkerError
-from penstock.runtime.links import links
+from penstock.runtime.links import choice
 from penstock.runtime.machine.machine import descriptors_explained
 from penstock.runtime.peers.reason import short_reason
 from penstock.runtime.transport.shared_file import MadeFile, OpenedFile, Place
@@ -176,7 +176,7 @@ def no_descriptors_left() -> Iterator[None]:
 def test_a_worker_without_descriptors_says_so_and_what_to_do() -> None:
     def make() -> None:
         with no_descriptors_left(), descriptors_explained():
-            links._make_file()
+            choice._make_file()
 
     with pytest.raises(
         WorkerError, match=r"worker 0 has \d+ files open, and may open no more; .*ulimit -n 4096"

@@ -18,7 +18,7 @@ from builders import law
 from penstock.cluster import Level, parse_cluster_toml
 from penstock.cost import Traffic, message, ring_allreduce
 from penstock.errors import ClusterError, WorkerError
-from penstock.runtime.links.handling import LATE, MICROBATCHES, OwnTime, TwoStages, handled_s
+from penstock.runtime.links.message_times import LATE, MICROBATCHES, OwnTime, TwoStages, handled_s
 from penstock.runtime.links.trials import Prober
 from penstock.runtime.transport.base import Channel, Pending
 from penstock.runtime.transport.threads import LocalExchange, LocalTransport

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from penstock.errors import WorkerError
-from penstock.runtime.links import links
+from penstock.runtime.links import choice
 from penstock.runtime.messages.payload import TensorLayout, decode_header, encode_header
 from penstock.runtime.transport import shared_memory
 from penstock.runtime.transport.base import Transport
@@ -127,7 +127,7 @@ def over_torch(rank: int) -> Transport:
 
 def over_shared_memory(rank: int, most_bytes: int = MOST_BYTES) -> Transport:
     with patch.object(shared_memory, "MOST_BYTES", most_bytes):
-        lines = links._open_lines(links._Board(rank, 30.0), [BOTH])
+        lines = choice._open_lines(choice._Board(rank, 30.0), [BOTH])
     assert lines
     return SharedMemoryTransport(TorchTransport([BOTH], timeout_s=30.0), lines, rings=[BOTH])
 
@@ -214,9 +214,9 @@ THREE = (0, 1, 2)
 
 
 def over_a_ring(rank: int) -> Transport:
-    with patch.object(links, "_memory_is_faster", lambda *_: True):
+    with patch.object(choice, "_memory_is_faster", lambda *_: True):
         pairs = [(0, 1), (0, 2), (1, 2)]
-        return links.make_links([BOTH, THREE], pairs, device=torch.device("cpu"), timeout_s=30.0).transport
+        return choice.choose_links([BOTH, THREE], pairs, device=torch.device("cpu"), timeout_s=30.0).transport
 
 
 def sums_around_a_ring(transport: Transport) -> bool:
@@ -262,14 +262,14 @@ def test_shared_memory_reports_a_dead_peer_before_the_deadline_and_names_it() ->
 
 
 def what_is_chosen(transport: Transport) -> list[str]:
-    with patch.object(links, "_memory_is_faster", lambda *_: True):
-        found = links.make_links([BOTH], [BOTH], device=torch.device("cpu"), timeout_s=30.0)
+    with patch.object(choice, "_memory_is_faster", lambda *_: True):
+        found = choice.choose_links([BOTH], [BOTH], device=torch.device("cpu"), timeout_s=30.0)
     assert sums_over_the_group(found.transport) == [6.0, 12.0]
     return list(found.chosen.values())
 
 
 def what_is_chosen_without_memory(transport: Transport) -> list[str]:
-    with patch.object(links, "make_file", side_effect=OSError):
+    with patch.object(choice, "make_file", side_effect=OSError):
         return what_is_chosen(transport)
 
 

@@ -389,9 +389,9 @@ def sections_reference(job: Job, plan: Plan) -> list[dict[str, Tensor]]:
         for stage, section in enumerate(sections):
             version = history[schedule.versions[stage][microbatch]]
             leaves.append({name: version[name].clone().requires_grad_() for name in section.parameters})
-            arguments = [flat[place] for place in section.reads] + [values[name] for name in section.receives]
+            arguments = [flat[place] for place in section.reads] + [values[name] for name in section.received_names]
             sent, output = section.run(leaves[stage], arguments)
-            values.update(zip(section.sends, sent, strict=True))
+            values.update(zip(section.sent_names, sent, strict=True))
         made = splitter.captured.rebuild_output(output)
         loss, weights_of_losses[microbatch] = sum_and_weight(job, made, target, epoch.samples[microbatch])
         loss.backward()

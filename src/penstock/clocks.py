@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 Clock = Callable[[], float]
-"""Tells the seconds since some moment."""
+"""Returns the seconds since some fixed time."""
 Seconds = TypeVar("Seconds", float, np.ndarray[Any, Any])
 """One reading of a clock, or many."""
 
@@ -25,9 +25,9 @@ Seconds = TypeVar("Seconds", float, np.ndarray[Any, Any])
 @dataclass(frozen=True, kw_only=True)
 class RoundTrip:
     sent_s: float
-    """by the own clock"""
+    """By the own clock."""
     read_s: float
-    """by the reference, on the way"""
+    """By the reference clock, in between."""
     back_s: float
 
     @property
@@ -46,24 +46,24 @@ class RoundTrip:
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """What turns readings of a machine's clock into those of worker 0's."""
+    """Converts readings of a machine's clock into those of worker 0's clock."""
 
     workers: tuple[int, ...]
-    """that read this clock"""
+    """The workers that read this clock."""
     ahead_s: float = 0.0
-    """how far worker 0's clock is ahead of it at ``since_s``"""
+    """How far worker 0's clock is ahead at ``since_s``."""
     since_s: float = 0.0
     drift: float = 0.0
-    """seconds that worker 0's clock gains on it in a second"""
+    """Seconds that worker 0's clock gains per second."""
     error_s: float = 0.0
-    """by how much aligned times may be off, at most, if both clocks run evenly"""
+    """The largest error of aligned times, if both clocks run evenly."""
 
     def to_reference(self, own_s: Seconds) -> Seconds:
         return own_s + self.ahead_s + self.drift * (own_s - self.since_s)
 
 
 def align(workers: tuple[int, ...], at_start: Sequence[RoundTrip], at_end: Sequence[RoundTrip]) -> Alignment:
-    """From round trips before and after a run, the drift taken as even between the two."""
+    """From round trips before and after a run. The drift is assumed to be even in between."""
     first, last = (min(trips, key=lambda trip: trip.seconds) for trips in (at_start, at_end))
     between_s = last.middle_s - first.middle_s
     return Alignment(

@@ -25,9 +25,9 @@ ANY_KIND = "any"
 """The device kind that takes its seconds from whatever the profile was measured on."""
 
 HOST_KIND = "host"
-"""Cores of the host in whose memory accelerators exchange values, as files of dnn-partitioning have them."""
+"""Cores of the host in whose memory accelerators exchange values, as in dnn-partitioning's files."""
 
-# What workers of one host do through shared memory, where nobody has measured it: copies of a core, and its own time.
+# Defaults for shared memory between workers of one host: the rate of one core's copies, and its own time.
 SHARED_BYTES_PER_S = 8.0e9
 SHARED_LATENCY_S = 80e-6
 SHARED_RING_BYTES_PER_S = 4.0e9
@@ -40,9 +40,9 @@ SHARED_COPYING_BYTES_PER_S = 12e9
 class Device:
     kind: str = ANY_KIND
     memory_bytes: int | None = None
-    """None where memory is no constraint"""
+    """None where memory is no constraint."""
     speed: float = 1.0
-    """how fast it is beside its kind's profile: 0.5 takes twice the time"""
+    """Speed relative to the profile of its kind: 0.5 takes twice the time."""
 
     def __post_init__(self) -> None:
         if not is_speed(self.speed):
@@ -54,15 +54,15 @@ class Device:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
     size: int
-    """how many groups of the level below (devices, at the innermost) one group joins"""
+    """How many groups of the next inner level (or devices, at the innermost level) one group joins."""
     bytes_per_s: float
     latency_s: float = 0.0
     ring_bytes_per_s: float | None = None
-    """what each member of an all-reduce passes on to the next; None where that is as fast as messages"""
+    """Bytes per second that each member of an all-reduce passes to the next one. None means the rate of messages."""
     ring_latency_s: float | None = None
     ring_by_workers: bool = False
-    """whether the members of an all-reduce pass and sum it themselves, as through memory that they share, and compute
-    nothing meanwhile; else it goes on while they do"""
+    """Whether the members of an all-reduce copy and sum it themselves, as through shared memory, and compute nothing
+    meanwhile. Otherwise it overlaps with computing."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -76,7 +76,7 @@ class Level:
 
     @property
     def ring(self) -> Level:
-        """The same link as an all-reduce finds it."""
+        """The rate and latency of this link for all-reduces."""
         return Level(
             size=self.size,
             bytes_per_s=self.bytes_per_s if self.ring_bytes_per_s is None else self.ring_bytes_per_s,
@@ -84,7 +84,7 @@ class Level:
         )
 
     def no_better_than(self, inner: Level) -> Level:
-        """As what has to pass the inner link too finds it."""
+        """This link for transfers that also pass the inner link: the lower rate and the higher latency of the two."""
         changed = replace(
             self,
             bytes_per_s=min(self.bytes_per_s, inner.bytes_per_s),
@@ -101,11 +101,12 @@ class Level:
 
 
 class Port(NamedTuple):
-    """Where a device, or a group of a level that has others beside it, is joined to the next level, one way."""
+    """One direction of the connection between a level and one of its members: a device, or a group of the next inner
+    level."""
 
     level: int
     member: int
-    """which of those that the level joins"""
+    """Which of the level's members it connects."""
     out: bool
 
 
@@ -115,12 +116,12 @@ class Cluster:
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
     cores: int | None = None
-    """of each host, the group of the innermost level: its devices share them, and none computes on more than one; None
-    where each device computes by itself"""
+    """Cores of each host (a group of the innermost level). Its devices share them, and none computes on more than one.
+    None where each device computes by itself."""
     handling_s: float = 0.0
-    """that a worker is busy with each message it sends or takes, besides copying it"""
+    """Seconds of a worker's own time per message that it sends or receives, without copying."""
     copying_bytes_per_s: float | None = None
-    """at which it does that; None where others do"""
+    """The rate at which a worker copies messages. None where copying takes none of its time."""
 
     FORMAT: ClassVar[str] = "penstock.cluster/1"
 
@@ -147,8 +148,8 @@ class Cluster:
 
     @cached_property
     def links(self) -> tuple[Level, ...]:
-        """Of each level, what joins two of its groups: no better than what joins devices inside a group, which the
-        bytes pass too. A level of one group joins nothing, and is like the one inside it."""
+        """For each level, the link between two of its groups. It is never better than the links inside a group, which
+        the bytes pass too. A level with one group joins nothing and has the link of the level inside it."""
         links: list[Level] = []
         for level in self.levels:
             inner = next((link for link in reversed(links) if link.size > 1), None)
@@ -159,7 +160,7 @@ class Cluster:
         return tuple(links)
 
     def link(self, first: int, second: int) -> Level:
-        """The level over which two devices talk."""
+        """The link between two devices: that of the lowest level with both."""
         return self.links[self.span((first, second))]
 
     def slowest_link(self, devices: Sequence[int]) -> Level:
@@ -179,7 +180,7 @@ class Cluster:
         raise ClusterError(f"devices {first} and {last} are not both in {self.name}, which has {len(self.devices)}")
 
     def ports(self, source: int, target: int) -> list[Port]:
-        """Those that a transfer passes: up to the level that joins the two devices, and down."""
+        """The ports that a transfer passes: up to the level that joins the two devices, and down again."""
         found: list[Port] = []
         for number, level in enumerate(self.levels):
             here, there = self.member(number, source), self.member(number, target)
@@ -190,7 +191,8 @@ class Cluster:
         return found
 
     def handled_s(self, num_bytes: Any) -> Any:
-        """That a worker at either end is busy with a message; a number, or an array of them. Nothing is no message."""
+        """Seconds of a worker's own time for a message, at either end. Accepts a number or an array. Zero bytes are no
+        message."""
         copied_s = 0.0 if self.copying_bytes_per_s is None else num_bytes / self.copying_bytes_per_s
         return self.handling_s * (num_bytes > 0) + copied_s
 
@@ -199,18 +201,20 @@ class Cluster:
 
     @cached_property
     def has_hosts(self) -> bool:
-        """Whether a group of the innermost level is one host for certain: a single level may also join hosts that have
-        one device each, unless its devices share memory or cores."""
+        """Whether a group of the innermost level is certainly one host. A single level may also join hosts of one
+        device each, unless its devices share memory or cores."""
         return self.reach[0] < len(self.devices) or self.levels[0].ring_by_workers or self.cores is not None
 
     def start_order(self, device: int) -> tuple[int, int]:
-        """Sorts devices as workers are started on them: host by host, and unequal ones of a host in their order."""
+        """The sort key by which workers are started: host by host. On a host with unequal devices, in the order of the
+        devices."""
         host, size = self.host(device), self.reach[0]
         is_uneven = len(set(self.devices[host * size : (host + 1) * size])) > 1
         return host, device if is_uneven else 0
 
     def member(self, level: int, device: int) -> int:
-        """Which of those that a level joins has the device: itself, at the innermost, or a group of the level below."""
+        """The member of a level that has the device: the device itself at the innermost level, else a group of the next
+        inner level."""
         return device // self.reach[level - 1] if level else device
 
 
@@ -294,7 +298,7 @@ def _on_one_line(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A TOML string; its escapes are those of JSON, which alone leaves DEL as it is."""
+    """A TOML string. JSON has the same escapes, but does not escape DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -320,7 +324,7 @@ def _parse_levels(text: str) -> Cluster:
 
 
 def _from_toml(data: dict[str, Any]) -> Cluster:
-    """TOML states sizes with units and repeats equal devices by ``count``; the rest is the codec's business."""
+    """A cluster from TOML, where sizes have units and equal devices are given once with a ``count``."""
     devices, count = [], 0
     for i, item in enumerate(_tables(data, "devices")):
         equal, device = _toml_device(item, f"devices[{i}]")
@@ -343,7 +347,7 @@ def _tables(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _toml_device(item: dict[str, Any], where: str) -> tuple[int, dict[str, Any]]:
-    """How many there are, and one of them."""
+    """How many such devices there are, and one of them."""
     item = _with_units(item, Device, _DEVICE_UNITS, where, others=("count",))
     count = item.pop("count", 1)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -363,7 +367,8 @@ def _toml_level(item: dict[str, Any], where: str) -> dict[str, Any]:
 def _with_units(
     item: dict[str, Any], cls: Any, units_of: dict[str, tuple[str, Any]], where: str, others: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The fields of ``cls`` from a table. Those of ``units_of`` have other names there, and are texts with units."""
+    """The fields of ``cls`` from a table. Keys of ``units_of`` have other names in TOML, and their values are texts
+    with units."""
     renamed = {field for field, _ in units_of.values()}
     keys = (*others, *(each.name for each in fields(cls) if each.name not in renamed), *units_of)
     plain: dict[str, Any] = {}

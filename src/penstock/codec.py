@@ -23,7 +23,7 @@ from penstock.limits import MOST_WHOLE, is_usable
 
 
 class Stored(Protocol):
-    """A dataclass that can be the top of a file."""
+    """A dataclass that can be a whole file."""
 
     FORMAT: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -33,11 +33,12 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Stored)
 
 _SHOWN = 40
-"""letters of a file that an error quotes"""
+"""Characters of a file that an error quotes."""
 
 
 def encode(value: Any) -> Any:
-    """The plain JSON form of a value: dataclasses become objects, tuples lists, what has ``parse`` its own text."""
+    """The plain JSON form of a value: dataclasses become objects, tuples become lists, values with ``parse`` become
+    text."""
     if hasattr(type(value), "parse"):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -66,7 +67,7 @@ def loads(cls: type[S], text: str, source: str) -> S:
 
 
 def decode_from(source: str, cls: type[T], data: Any) -> T:
-    """Build ``cls`` from what a file held; ``source`` (its name) starts every error."""
+    """Build ``cls`` from the content of a file. ``source`` (its name) starts every error."""
     try:
         return decode(cls, data)
     except PenstockError as error:
@@ -74,7 +75,7 @@ def decode_from(source: str, cls: type[T], data: Any) -> T:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """The plain data of a JSON text; every way this fails is one clear line."""
+    """The plain data of a JSON text. Every failure is an error of one line."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -87,7 +88,7 @@ def parse_json(text: str, source: str) -> Any:
 
 
 def parse_toml(text: str, source: str, example: str) -> dict[str, Any]:
-    """The plain data of a TOML text; ``example`` says where to see what it should look like."""
+    """The plain data of a TOML text. ``example`` says where to find an example."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -105,7 +106,7 @@ def write_text(text: str, path: Path) -> None:
 
 
 def write_bytes(data: bytes, path: Path) -> None:
-    """Write a file so that a reader never sees half of it."""
+    """Write a file so that a reader never sees an incomplete one."""
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,7 @@ def load(cls: type[S], path: Path) -> S:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file a user named; every way this fails is one clear line."""
+    """The text of a file that a user named. Every failure is an error of one line."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -236,7 +237,7 @@ def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
 
 
 def _text(data: str, where: str) -> str:
-    """JSON can write half of a character, which no file and no terminal takes."""
+    """JSON may contain half of a surrogate pair, which no file and no terminal accepts."""
     try:
         data.encode()
     except UnicodeEncodeError:

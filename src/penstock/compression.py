@@ -1,4 +1,4 @@
-"""How float32 numbers may travel between workers: as they are, or rounded to fewer bytes. A plan chooses per stage."""
+"""How float32 numbers travel between workers: exactly, or rounded to fewer bytes. A plan chooses per stage."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from penstock.errors import PlanError
 
 BLOCK = 256
-"""Consecutive numbers that share a scale in int8; not a row of them, so that the bytes do not depend on the shape."""
+"""Consecutive numbers that share a scale in int8. They are not a row, so that the number of bytes does not depend on
+the shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
     share: float
-    """of the bytes that is left"""
+    """The share of the bytes that is left."""
     tolerance: float
-    """how far a gradient may be from that of one process, beside its largest element, before something is wrong: with
-    int8, one unit that a rounding switches on or off changes the gradient of a small layer by a third"""
+    """The largest accepted difference of a gradient from that of one process, relative to its largest element. With
+    int8, a unit that rounding switches on or off changes the gradient of a small layer by a third."""
     loss_tolerance: float
-    """of the loss, relative"""
+    """The largest accepted relative difference of the loss."""
     noise: float
-    """a gradient below this share of the largest of all may be nothing but this rounding (a bias before batch norm)"""
+    """A gradient below this share of the largest of all may be mere rounding, such as that of a bias before batch
+    norm."""
 
 
 # Mildest first.
@@ -38,7 +40,7 @@ def check_compression(name: str) -> None:
 
 
 def up_to(name: str) -> tuple[str, ...]:
-    """Those no coarser than this one, mildest first."""
+    """The compressions that are no coarser than this one, mildest first."""
     names = tuple(COMPRESSIONS)
     return names[: names.index(name) + 1]
 

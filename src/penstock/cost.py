@@ -18,35 +18,36 @@ from penstock.profile import LayerSeconds, Profile, SizeCosts, WorkerSeconds
 from penstock.schedule import Family, Kind
 
 MOST_SHARES = 4
-"""A replica takes at most so many microbatches of a round: longer rounds update less often."""
+"""The largest share of a round for one replica. Longer rounds update less often."""
 WORTH_A_LONGER_ROUND = 1.01
 BUCKET_BYTES = 2**22
-"""Gradients that travel together while others are still being found: enough that a message is mostly its bytes."""
+"""Size of a bucket: gradients that are all-reduced together while the backward goes on. Large enough that latency
+matters little."""
 
 Array = np.ndarray[Any, Any]
-Sends = Mapping[int, str]
-"""How the values that a layer makes travel, where not as they are."""
-EXACT: Sends = {}
+Compressions = Mapping[int, str]
+"""How the values of a layer are compressed on their way, by layer. Values of other layers travel exactly."""
+UNCOMPRESSED: Compressions = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Cold:
-    """What actions of a stage take more because of the action before them on the same worker, which left other code and
-    data in the caches."""
+    """Extra seconds of actions that follow another action on the same worker, which has filled the caches with other
+    code and data."""
 
     after_update_s: float
-    """The first forward after an update of the stage."""
+    """For the first forward after an update of the stage."""
     forward_s: float
-    """A forward after anything but a forward of the same stage."""
+    """For a forward after anything but a forward of the same stage."""
     backward_s: float
-    """A backward, or the first half of one, after anything but another of the same stage."""
+    """For a backward, or the first half of one, after anything but another of the same stage."""
 
     def __bool__(self) -> bool:
         return max(self.after_update_s, self.forward_s, self.backward_s) > 0
 
 
 class Caches:
-    """Follows the actions of a worker to tell what each takes more because of the one before it."""
+    """Follows the actions of a worker, and tells the extra seconds of each because of the one before it."""
 
     def __init__(self, cold: Mapping[int, Cold]) -> None:
         """``cold`` has an entry for each stage of the worker."""
@@ -56,7 +57,7 @@ class Caches:
         """Stages that have had no forward since their last update."""
 
     def extra_s(self, stage: int, kind: Kind) -> float:
-        """Of the worker's next action."""
+        """Extra seconds of the worker's next action. Call it once per action, in program order."""
         action = stage, kind
         before, self._last = self._last, action
         if kind is Kind.STEP:
@@ -73,18 +74,22 @@ class Caches:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Messages of one size that cross a link one after another; numbers, or arrays of them."""
+    """Messages of one size that cross a link one after another. Both fields are numbers or arrays."""
 
     messages: Any
     bytes_each: Any
 
     def seconds(self, link: Level) -> Any:
-        """Until the last is there. Nothing to send takes no time."""
+        """Seconds until the last message has arrived. Nothing to send takes no time."""
         return self.messages * link.latency_s * (self.bytes_each > 0) + self.occupied_s(link)
 
     def occupied_s(self, link: Level) -> Any:
-        """How long the link can carry nothing else: latency delays, and occupies nothing."""
-        return self.messages * self.bytes_each / link.bytes_per_s
+        """Seconds during which the link can carry nothing else. Latency occupies nothing."""
+        return self.total_bytes / link.bytes_per_s
+
+    @property
+    def total_bytes(self) -> Any:
+        return self.messages * self.bytes_each
 
 
 def message(num_bytes: Any) -> Traffic:
@@ -96,8 +101,13 @@ def ring_allreduce(num_bytes: Any, members: Any) -> Traffic:
     return Traffic(2 * (members - 1), num_bytes / members)
 
 
+def ring_terms(num_bytes: Any, link: Level) -> tuple[Any, Any]:
+    """Two times (a, b) such that a ring all-reduce among n members takes (n-1) (a + b / n)."""
+    return 2 * link.latency_s * (num_bytes > 0), 2 * num_bytes / link.bytes_per_s
+
+
 def in_buckets(sizes: Iterable[float], bucket_bytes: float = BUCKET_BYTES) -> list[int]:
-    """The bucket of each gradient, in the order in which a backward finds them."""
+    """The bucket number of each gradient. Sizes come in the order in which a backward completes the gradients."""
     numbers, number, filled = [], -1, math.inf
     for size in sizes:
         if filled >= bucket_bytes:
@@ -109,7 +119,7 @@ def in_buckets(sizes: Iterable[float], bucket_bytes: float = BUCKET_BYTES) -> li
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of running layers of a profile on devices of a cluster, ``microbatch_size`` samples at a time."""
+    """Costs of a profile's layers on the devices of a cluster, for microbatches of ``microbatch_size`` samples."""
 
     profile: Profile
     cluster: Cluster
@@ -121,11 +131,11 @@ class CostModel:
         return self.profile.at(self.microbatch_size)
 
     def layer_seconds(self, device: int) -> tuple[LayerSeconds, ...]:
-        """Per layer, in graph order, as profiled for this device's kind."""
+        """The seconds of each layer, in graph order, as profiled for this device's kind."""
         return self.at_size.seconds[self.profile.known_kind(self.cluster.devices[device].kind)]
 
     def saved_bytes(self, layer: int) -> float:
-        """What autograd keeps of a layer's forward for the backward of one microbatch."""
+        """Bytes that autograd keeps of a layer's forward for the backward of one microbatch."""
         return self._saved_bytes[layer]
 
     @cached_property
@@ -134,7 +144,7 @@ class CostModel:
         return {layer.id: size for layer, size in zip(layers, self.at_size.saved_bytes, strict=True)}
 
     def value_bytes(self, value: Value) -> float:
-        """Of a value of one microbatch."""
+        """Bytes of a value of one microbatch."""
         return self._value_bytes[value.name]
 
     @cached_property
@@ -142,44 +152,45 @@ class CostModel:
         values = self.profile.graph.values
         return {value.name: size for value, size in zip(values, self.at_size.value_bytes, strict=True)}
 
-    def sent_bytes(self, value: Value, sends: str) -> float:
-        """Of a value on its way to another worker under this compression; its gradient is as large."""
-        return self.value_bytes(value) * (COMPRESSIONS[sends].share if value.is_float32 else 1.0)
+    def sent_bytes(self, value: Value, compression: str) -> float:
+        """Bytes of a value on its way to another worker under this compression. Its gradient has the same size."""
+        return self.value_bytes(value) * (COMPRESSIONS[compression].share if value.is_float32 else 1.0)
 
     def forward_s(self, layers: Collection[int], device: int, *, halves: bool = False) -> float:
-        """With ``halves``, where the two halves of the backward will be taken apart."""
+        """Seconds of the forward. Set ``halves`` if the schedule runs the two halves of the backward apart, which makes
+        the forward slower."""
         return self._sum_s(layers, device, ("halved_forward_s" if halves else "forward_s",))
 
     def cold_s(self, layers: Collection[int], device: int) -> Cold:
-        """What actions of a stage take more because of the action before them."""
+        """Extra seconds of a stage's actions because of the action before them."""
         fields = ("cold_s", "forward_switch_s", "backward_switch_s")
         return Cold(*(self._sum_s(layers, device, (each,)) for each in fields))
 
     def crowded_s(self, layers: Collection[int], device: int, *, beside: Collection[int]) -> float:
-        """What a microbatch takes more in some layers of a worker that has all of ``beside``.
+        """Extra seconds per microbatch of these layers on a worker that has all layers of ``beside``.
 
-        Halves of a model were measured, and all of it; what lies between is on a line. A smaller part than a half is no
-        faster for its size than a half.
+        Halves of the model and the whole model were measured. Between them, the extra time is interpolated; below a
+        half there is none.
         """
         share = self._share(beside, device)
         return max(0.0, 2 * share - 1) * self._sum_s(layers, device, ("crowded_s",))
 
     def _share(self, layers: Collection[int], device: int) -> float:
-        """Of the forward of all layers."""
+        """The share of these layers in the forward of the whole model."""
         all_s = self._sum_s(self._row.keys(), device, ("forward_s",))
         return self._sum_s(layers, device, ("forward_s",)) / all_s if all_s else 0.0
 
     def backward_s(
         self, layers: Collection[int], device: int, *, recompute: bool = False, halves: bool = False
     ) -> float:
-        """With ``recompute``, after a second forward."""
+        """Seconds of the backward; with ``recompute``, including a second forward."""
         input_s = self.backward_input_s(layers, device, recompute=recompute, halves=halves)
         return input_s + self.backward_weight_s(layers, device, halves=halves)
 
     def backward_input_s(
         self, layers: Collection[int], device: int, *, recompute: bool = False, halves: bool = False
     ) -> float:
-        """The half of a backward that earlier stages wait for."""
+        """Seconds of the half of a backward that computes the gradients of inputs, for which earlier stages wait."""
         again = ("forward_s",) if recompute else ()
         return self._sum_s(layers, device, ("halved_input_s" if halves else "backward_input_s", *again))
 
@@ -187,22 +198,23 @@ class CostModel:
         return self._sum_s(layers, device, ("halved_weight_s" if halves else "backward_weight_s",))
 
     def microbatch_s(self, layers: Collection[int], device: int, schedule: Family, *, recompute: bool = False) -> float:
-        """Forward and, if the schedule trains, backward."""
+        """Seconds of the forward and, if the schedule trains, of the backward."""
         forward_s = self.forward_s(layers, device, halves=schedule.halves)
         if not schedule.trains:
             return forward_s
         return forward_s + self.backward_s(layers, device, recompute=recompute, halves=schedule.halves)
 
     def update_s(self, layers: Collection[int], device: int, *, stashed: bool) -> float:
-        """The optimizer's update; with weights ``stashed`` for microbatches in flight, of a copy of them."""
+        """Seconds of the optimizer's update. If weights are ``stashed`` for microbatches in flight, it includes copying
+        them."""
         return self._sum_s(layers, device, ("update_s", "copy_s") if stashed else ("update_s",))
 
     def worker_seconds(self, device: int) -> WorkerSeconds:
-        """A worker's own time for each action on this device, at the speed of its kind's profile."""
+        """A worker's own time for each action, as profiled for this device's kind."""
         return self.profile.worker_on(self.cluster.devices[device].kind)
 
     def own_microbatch_s(self, device: int, schedule: Family) -> float:
-        """A worker's own time per microbatch and stage, beside its layers', its messages' and loading."""
+        """A worker's own time per microbatch and stage, without its layers, its messages and loading."""
         own, halves = self.worker_seconds(device), schedule.halves
         backward_s = own.backward_input_s + own.backward_weight_s if halves else own.backward_s
         actions = (3 if halves else 2) if schedule.trains else 1
@@ -216,47 +228,51 @@ class CostModel:
         return total_s / self.cluster.devices[device].speed
 
     def own_average_s(self, layers: Collection[int], device: int) -> float:
-        """A worker's own time to average the gradients of a stage, beside the all-reduce."""
+        """A worker's own time to average the gradients of a stage, without the all-reduce."""
         own_s = self.worker_seconds(device).average_s / self.cluster.devices[device].speed
         return own_s + self._sum_s(layers, device, ("average_s",))
 
     def load_s(self, device: int) -> float:
-        """Reading a microbatch from the job's data, at a stage that does."""
+        """Seconds to read a microbatch from the job's data, at a stage that reads it."""
         return self.at_size.load_s / self.cluster.devices[device].speed
 
     def allreduce_s(self, num_bytes: float, devices: Sequence[int]) -> float:
-        """A ring all-reduce at the pace of the slowest link."""
+        """Seconds of a ring all-reduce, at the pace of the slowest link."""
         if len(devices) < 2:
             return 0.0
         return float(ring_allreduce(num_bytes, len(devices)).seconds(self.cluster.slowest_link(devices).ring))
 
     def may_overlap(self, schedule: Family) -> bool:
-        """Whether some plan averages gradients during backwards, over some link of the cluster."""
+        """Whether any plan with this schedule overlaps averaging with backwards, on some link of the cluster."""
         carried = any(not level.ring_by_workers for level in self.cluster.levels)
         return carried and schedule.may_overlap and not self.profile.sync_batch_norm
 
     def handled_s(self, num_bytes: Any, schedule: Family) -> Any:
-        """That a worker is busy with what crosses a cut next to it: values one way and, if the schedule trains, as many
-        gradients the other."""
+        """A worker's own time per microbatch for the messages across a cut: values in one direction and, if the
+        schedule trains, as many gradients in the other."""
         return (2 if schedule.trains else 1) * self.cluster.handled_s(num_bytes)
 
     def parameter_bytes(self, layers: Collection[int]) -> int:
         return sum(parameter.num_bytes for parameter in self.profile.graph.parameters_of(layers))
 
-    def forward_bytes(self, source: Collection[int], target: Collection[int], sends: Sends = EXACT) -> float:
-        """What ``target`` reads from ``source``. Model inputs do not count: every stage loads its own."""
-        return self._sent_bytes(self._crossing(source, target), sends)
-
-    def _sent_bytes(self, values: Sequence[Value], sends: Sends) -> float:
-        return sum(self.sent_bytes(value, sends.get(value.producer, "exact")) for value in values)
+    def forward_bytes(
+        self, source: Collection[int], target: Collection[int], compressions: Compressions = UNCOMPRESSED
+    ) -> float:
+        """Bytes that ``target`` reads from ``source``. Model inputs do not count: every stage loads its own."""
+        graph = self.profile.graph
+        return sum(
+            self.sent_bytes(value, compressions.get(value.producer, "exact"))
+            for value in filter(graph.is_sent, graph.crossing(source, target))
+        )
 
     def stage_memory_bytes(self, stage: Stage, schedule: Family, share: int = 1) -> float:
-        """Peak bytes of a replica with such a share."""
+        """Peak bytes of a replica with this share of a round."""
         in_flight, versions = schedule.most_in_flight(stage.in_flight, share), schedule.versions(stage.in_flight)
         return float(self.stage_memory(stage, schedule).at(in_flight=in_flight, versions=versions))
 
     def stage_memory(self, stage: Stage, schedule: Family) -> Memory:
-        """A buffer has the size of the values even where they travel compressed: to round them takes a copy."""
+        """Bytes of a stage's replica. Message buffers count at full size even if values are compressed, since
+        compressing makes a copy."""
         graph, layers = self.profile.graph, set(stage.layers)
         parameters = graph.parameters_of(stage.layers)
         others = graph.by_id.keys() - layers
@@ -272,14 +288,11 @@ class CostModel:
         )
 
     def largest_added(self, schedule: Family) -> float:
-        """Bytes of the largest gradient that is added to another's: none where an update has one microbatch."""
+        """Bytes of the largest gradient that is accumulated into another. There is none if an update has one
+        microbatch."""
         if not schedule.accumulates or self.microbatch_size >= self.profile.batch_size:
             return 0.0
         return max((parameter.num_bytes for parameter in self.profile.graph.parameters), default=0.0)
-
-    def _crossing(self, source: Collection[int], target: Collection[int]) -> list[Value]:
-        graph = self.profile.graph
-        return [value for value in graph.crossing(source, target) if not graph.by_id[value.producer].is_input]
 
     def _sum_s(self, layers: Collection[int], device: int, fields: Sequence[str]) -> float:
         seconds, row = self.layer_seconds(device), self._row
@@ -288,14 +301,14 @@ class CostModel:
 
     @cached_property
     def _row(self) -> dict[int, int]:
-        """Model inputs have none: every stage that reads one loads it for itself, beside its computing."""
+        """The row of each layer in the profile. Model inputs have no row: every stage that reads one loads it."""
         return {layer.id: row for row, layer in enumerate(self.profile.graph.layers) if not layer.is_input}
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a stage's replica: what it always has, for each version of the weights, and for each microbatch between
-    forward and backward. Numbers, or arrays of them."""
+    """Bytes of a stage's replica: a fixed part, a part per version of the weights, and a part per microbatch between
+    its forward and its backward. All are numbers or arrays."""
 
     fixed: Any
     per_version: Any
@@ -316,10 +329,13 @@ def memory_of(
     largest: float = 0.0,
     trains: bool = True,
 ) -> Memory:
-    """Weights, gradients, optimizer state, what is kept of microbatches in flight, what was sent of them included, and
-    buffers for one message each way, forward and backward. A stage that recomputes keeps its inputs, and the rest for
-    one microbatch at a time. A gradient that is added to another is made beside it: the ``largest`` of the model, or
-    all of the stage's if less."""
+    """The memory of a stage from the sizes of its parts.
+
+    It has weights, gradients, optimizer state, what is kept of microbatches in flight (including what was sent), and
+    buffers for one message in each direction, forward and backward. A stage that recomputes keeps its inputs, and the
+    rest for one microbatch at a time. A gradient that is accumulated needs room beside the sum: that of the ``largest``
+    gradient of the model, or of all gradients of the stage if they are smaller.
+    """
     if not trains:
         return Memory(saved + received + sent, weights, 0.0 * saved)
     fixed = weights + np.minimum(weights, largest) + state + 2 * (received + sent)
@@ -327,20 +343,22 @@ def memory_of(
 
 
 def pace(turn_s: Any, update_s: Any, sync_s: Any, *, round_size: Any, microbatches: int | None) -> Any:
-    """Seconds per microbatch of a stage in steady state, at the pace of the replica that takes longest.
+    """Seconds per microbatch of a stage in steady state, at the pace of its slowest replica.
 
-    ``turn_s`` and ``update_s`` [replica, ...] are its share of a round and its update. Update and averaging come once
-    per round, or once per minibatch of so many ``microbatches``.
+    ``turn_s`` and ``update_s`` [replica, ...] are the seconds of a replica's share of a round and of its update.
+    Updates and averaging come once per round or, if ``microbatches`` is given, once per minibatch of so many.
     """
     updates = microbatches or round_size
     return np.max(turn_s / round_size + update_s / updates, axis=0) + sync_s / updates
 
 
 def best_shares(seconds: Array, counts: Sequence[int]) -> Array:
-    """Microbatches of a round for a replica of each class: the quickest round per microbatch, and a short one.
+    """How many microbatches of a round a replica of each class takes. The round with the fewest seconds per microbatch
+    is chosen; among nearly equal ones, the shortest.
 
-    ``seconds`` [class, ...] is what a microbatch takes on a replica of that class, ``counts`` how many there are. In
-    a round of t seconds a replica does the t / seconds microbatches that fit, and t is a multiple of somebody's.
+    ``seconds`` [class, ...] is the time of a microbatch on a replica of each class, ``counts`` the number of such
+    replicas. In a round of t seconds, every replica runs as many microbatches as fit. Candidates for t are small
+    multiples of each class's seconds.
     """
     if len(counts) == 1:
         return np.ones_like(seconds, dtype=np.int64)

@@ -7,13 +7,16 @@ counted per value and consumer stage, once, however many layers of that stage re
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from penstock.errors import GraphError
 from penstock.limits import is_size
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +26,7 @@ class Parameter:
     name: str
     num_bytes: int
     state_bytes: int = 0
-    """what the optimizer keeps for it"""
+    """Bytes that the optimizer keeps for it."""
 
     def __post_init__(self) -> None:
         for field in ("num_bytes", "state_bytes"):
@@ -40,9 +43,9 @@ class Layer:
     kind: str
     parameters: tuple[str, ...] = ()
     saved_bytes: int = 0
-    """what autograd keeps from the forward for the backward of one microbatch, parameters excluded"""
+    """Bytes that autograd keeps from the forward for the backward of one microbatch, without parameters."""
     reads_data: bool = False
-    """whether it takes model inputs, or as the loss the target, so that its stage loads them"""
+    """Whether it reads model inputs (or, as the loss, the target), so that its stage loads them."""
 
     def __post_init__(self) -> None:
         if not is_size(self.saved_bytes):
@@ -65,9 +68,9 @@ class Value:
     consumers: tuple[int, ...]
     num_bytes: int
     differentiable: bool = True
-    """whether a gradient of the same size travels back"""
+    """Whether a gradient of the same size is returned."""
     dtype: str = ""
-    """of its numbers, by torch's name without the module; empty where it is not known"""
+    """The type of its numbers, by torch's name without the module; empty if unknown."""
     opaque: str = ""
     """The type of a value that cannot be sent to another stage, such as an output object; empty for tensors."""
 
@@ -77,7 +80,7 @@ class Value:
 
     @property
     def is_float32(self) -> bool:
-        """Where it is not known, what has a gradient counts as such."""
+        """If the type is unknown, a value with a gradient counts as float32."""
         return self.dtype == "float32" or (not self.dtype and self.differentiable)
 
 
@@ -147,9 +150,19 @@ class LayerGraph:
         return {parameter.name: parameter for parameter in self.parameters}
 
     def parameters_of(self, layers: Iterable[int]) -> tuple[Parameter, ...]:
-        """The parameters that these layers need, a tied one once."""
+        """The parameters that these layers use; a shared one comes once."""
         names = dict.fromkeys(name for layer in layers for name in self.by_id[layer].parameters)
         return tuple(self.parameter_by_name[name] for name in names)
+
+    @cached_property
+    def sent_values(self) -> tuple[Value, ...]:
+        """The values that are sent if a cut separates the layers that make and read them."""
+        return tuple(filter(self.is_sent, self.values))
+
+    def is_sent(self, value: Value) -> bool:
+        """Whether a stage sends the value to other stages that read it. Model inputs are not sent: every stage loads
+        its own."""
+        return bool(value.consumers) and not self.by_id[value.producer].is_input
 
     def crossing(self, source: Collection[int], target: Collection[int]) -> tuple[Value, ...]:
         """The values that layers in ``source`` make and layers in ``target`` read."""
@@ -158,6 +171,21 @@ class LayerGraph:
             for value in self.values
             if value.producer in source and any(consumer in target for consumer in value.consumers)
         )
+
+
+def by_edge(
+    made: Iterable[tuple[T, int, Iterable[int]]], stage_of: Mapping[int, int]
+) -> dict[tuple[int, int], list[T]]:
+    """What passes between each pair of stages (producer, consumer), in the given order and once per pair.
+
+    ``made`` has values of any type, each with the layer that makes it and the layers that read it.
+    """
+    found: dict[tuple[int, int], list[T]] = defaultdict(list)
+    for value, producer, consumers in made:
+        source = stage_of[producer]
+        for target in sorted({stage_of[consumer] for consumer in consumers} - {source}):
+            found[source, target].append(value)
+    return dict(found)
 
 
 def _unique(what: str, items: Iterable[object]) -> None:

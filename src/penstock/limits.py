@@ -1,25 +1,25 @@
 """The largest numbers that Penstock computes with.
 
-A file that has larger ones is damaged. Believing it would end in infinite figures, or fill the memory.
+A file with larger ones is damaged. Using them would give infinite results, or fill the memory.
 """
 
 from __future__ import annotations
 
 MOST_SECONDS = 1e12
-"""32,000 years"""
+"""32,000 years."""
 LEAST_RATE, MOST_RATE = 1e-3, 1e18
-"""bytes per second"""
+"""Bytes per second."""
 LEAST_SPEED, MOST_SPEED = 1e-6, 1e6
-"""how much faster or slower than expected a device may be"""
+"""Speeds of devices relative to their profile."""
 MOST_WHOLE = 2**64
-"""more than any seed or count"""
+"""More than any seed or count."""
 MOST_BYTES = 2**53
-"""9 petabytes, exact as a float"""
+"""9 petabytes, exact as a float."""
 MOST_DEVICES = 65_536
 MOST_MICROBATCHES = 65_536
-"""of a minibatch, or in flight"""
+"""Microbatches in a minibatch, or in flight."""
 MOST_SHARE = 1_000
-"""microbatches that a replica takes in a round"""
+"""Microbatches of a round on one replica."""
 
 _MOST = 1e100
 _LEAST_SECONDS = 1e-100
@@ -31,7 +31,7 @@ def is_usable(number: float) -> bool:
 
 
 def per_second(amount: float, seconds: float) -> float | None:
-    """None of what takes no time."""
+    """The rate; None if the time is 0."""
     return amount / seconds if seconds > _LEAST_SECONDS else None
 
 

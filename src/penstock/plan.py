@@ -12,6 +12,7 @@ from typing import ClassVar
 from penstock.cluster import Cluster
 from penstock.compression import check_compression, coarsest
 from penstock.errors import PlanError
+from penstock.graph import Value, by_edge
 from penstock.limits import MOST_MICROBATCHES, MOST_SHARE, per_second
 from penstock.profile import Profile
 from penstock.schedule import (
@@ -35,15 +36,17 @@ SYNC_POLICIES = ("all-reduce",)
 class Stage:
     layers: tuple[int, ...]
     devices: tuple[int, ...]
-    """one replica on each"""
+    """Each device runs one replica."""
     in_flight: int = 1
-    """microbatches that a replica keeps between forward and backward; one with share s keeps s (in_flight - 1) + 1"""
+    """Microbatches that a replica keeps between forward and backward. A replica with share s keeps s (in_flight - 1) +
+    1."""
     shares: tuple[int, ...] = ()
-    """how many microbatches of a round each replica takes, in proportion to its speed; by default one each"""
+    """How many microbatches of a round each replica takes, in proportion to its speed. One each by default."""
     recompute: bool = False
-    """keep only the stage's inputs from a forward, and compute it again for the backward"""
+    """Whether to keep only the stage's inputs from a forward, and to compute it again for the backward."""
     sends: str = "exact"
-    """how its float32 values travel to other workers, and their gradients back: exact, or compressed to bf16 or int8"""
+    """How its float32 values travel to other workers, and their gradients back: exact, or compressed to bf16 or
+    int8."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -67,18 +70,19 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the planner expects of its plan, and what it compared it with."""
+    """What the planner expects of a plan, and the alternatives it was compared with."""
 
     seconds_per_minibatch: float
     lower_bound_s: float
-    """no plan for this profile and cluster is faster than this"""
+    """No plan for this profile and cluster is faster than this."""
     data_parallel_s: float | None
-    """the same minibatch by plain data parallelism over all devices; None where that does not fit"""
+    """Seconds of a minibatch with plain data parallelism over all devices. None where that does not fit."""
     one_device_s: float | None
     latency_s: float | None = None
-    """one microbatch from first stage to last, which an inference plan makes small; the bound is then on this"""
+    """Seconds of one microbatch from the first stage to the last. Inference plans minimise it, and the lower bound is
+    then for this."""
     passed_over: str = ""
-    """a faster plan that was not taken since it promises less than predictions are uncertain"""
+    """A faster plan that was not chosen because it gains less than predictions are uncertain."""
 
     def __post_init__(self) -> None:
         for field in ("seconds_per_minibatch", "lower_bound_s", "data_parallel_s", "one_device_s", "latency_s"):
@@ -95,7 +99,7 @@ class Prediction:
 
 
 NO_PREDICTION = Prediction(seconds_per_minibatch=0.0, lower_bound_s=0.0, data_parallel_s=None, one_device_s=None)
-"""Of a plan that is not finished, or is taken to another cluster than it was made for."""
+"""The prediction of a plan that is not finished, or that is used with another cluster than it was made for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +109,12 @@ class Plan:
     stages: tuple[Stage, ...]
     schedule: str
     microbatches: int
-    """per minibatch; 1 under an asynchronous schedule and in inference, where a microbatch is a minibatch"""
+    """Microbatches per minibatch. 1 under an asynchronous schedule and in inference, where a microbatch is a
+    minibatch."""
     sync: str = "all-reduce"
     prediction: Prediction
     custom: tuple[str, ...] = ()
-    """what each worker does in a minibatch, under the schedule of that name"""
+    """The actions of each worker in a minibatch, for the schedule ``custom``."""
 
     FORMAT: ClassVar[str] = "penstock.plan/1"
 
@@ -130,7 +135,8 @@ class Plan:
             raise PlanError(
                 "actions of one's own are for schedule custom, and it needs them: plan with --schedule FILE"
             )
-        if self.shares_workers or family(self.schedule).layout != "once":  # the planner makes very many that have one
+        # Checked only where it can fail: the planner makes very many plans with one stage per worker.
+        if self.shares_workers or family(self.schedule).layout != "once":
             check_layout(self.schedule, self.pipeline)
         if self.custom:
             check_custom(self._custom_programs, self.pipeline)
@@ -142,18 +148,18 @@ class Plan:
 
     @property
     def predicted_samples_per_s(self) -> float | None:
-        """The one prediction of its throughput; None where there is none."""
+        """The one prediction of its throughput; None if there is none."""
         return per_second(self.profile.batch_size, self.prediction.seconds_per_minibatch)
 
     @property
     def takes_halves(self) -> bool:
-        """Whether any backward is in two."""
+        """Whether any backward runs in two halves."""
         halves = (Kind.INPUT, Kind.WEIGHT)
         return family(self.schedule).halves or any(a.kind in halves for p in self._custom_programs for a in p)
 
     @property
     def compression(self) -> str:
-        """The coarsest that anything between two workers meets."""
+        """The coarsest compression between any two workers."""
         pipeline = self.pipeline
         edges = ((source, stage) for stage, reads in enumerate(pipeline.reads) for source in reads)
         apart = (source for source, stage in edges if pipeline.workers[source] != pipeline.workers[stage])
@@ -166,7 +172,7 @@ class Plan:
 
     @property
     def extrapolated(self) -> str:
-        """What to say if the plan runs microbatches outside the sizes that were profiled; empty if it does not."""
+        """A warning if the plan's microbatches are outside the sizes that were profiled; empty otherwise."""
         sizes = self.profile.measured_sizes
         if len(sizes) < 2 or sizes[0] <= self.microbatch_size <= sizes[-1]:
             return ""
@@ -177,8 +183,8 @@ class Plan:
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """The device of each worker. Workers are numbered host by host, as launchers start them; on a host stage by
-        stage or, where its devices differ, in the order of the devices."""
+        """The device of each worker. Workers are numbered host by host, as launchers start them. On a host they are
+        numbered stage by stage or, if its devices differ, in the order of the devices."""
         found = dict.fromkeys(device for stage in self.stages for device in stage.devices)
         return tuple(sorted(found, key=self.cluster.start_order))
 
@@ -189,18 +195,16 @@ class Plan:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """The workers of each stage, and what stages read from each other."""
+        """The workers of each stage, and which stages read from which."""
         worker_on = {device: worker for worker, device in enumerate(self.devices)}
-        owner = self.stage_of_layer
-        reads: list[set[int]] = [set() for _ in self.stages]
-        for value in self.profile.graph.values:
-            for consumer in value.consumers:
-                if owner[consumer] != owner[value.producer]:
-                    reads[owner[consumer]].add(owner[value.producer])
+        reads: list[list[int]] = [[] for _ in self.stages]
+        for source, target in sorted(self.edges):
+            reads[target].append(source)
+        ties = {stages for stages in self.stages_of_parameters.values() if len(stages) > 1}
         return Pipeline(
             workers=tuple(tuple(worker_on[device] for device in stage.devices) for stage in self.stages),
-            reads=tuple(tuple(sorted(r)) for r in reads),
-            ties=self._ties(),
+            reads=tuple(map(tuple, reads)),
+            ties=tuple(sorted(ties)),
             shares=tuple(stage.shares for stage in self.stages),
             meets_in_backwards=self.profile.sync_batch_norm,
         )
@@ -208,6 +212,33 @@ class Plan:
     @cached_property
     def stage_of_layer(self) -> dict[int, int]:
         return {layer: index for index, stage in enumerate(self.stages) for layer in stage.layers}
+
+    @cached_property
+    def edges(self) -> dict[tuple[int, int], tuple[Value, ...]]:
+        """The values that one stage sends to another, for every pair of stages of which the second reads from the
+        first, in graph order. A pair has no values if only model inputs pass between its layers: both stages load
+        them."""
+        graph = self.profile.graph
+        read = by_edge(((value, value.producer, value.consumers) for value in graph.values), self.stage_of_layer)
+        return {edge: tuple(filter(graph.is_sent, values)) for edge, values in read.items()}
+
+    @cached_property
+    def stages_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        """The stages that use each parameter. Parameters come in the order of the layers."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for layer in self.profile.graph.layers:
+            for name in layer.parameters:
+                found[name].add(self.stage_of_layer[layer.id])
+        return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    @cached_property
+    def owners_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        """The workers that hold each parameter: all replicas of all stages that use it."""
+        workers = self.pipeline.workers
+        return {
+            name: tuple(sorted({worker for stage in stages for worker in workers[stage]}))
+            for name, stages in self.stages_of_parameters.items()
+        }
 
     @cached_property
     def worker_names(self) -> tuple[str, ...]:
@@ -221,13 +252,13 @@ class Plan:
         )
 
     def schedule_for(self, minibatches: Sequence[int]) -> Schedule:
-        """The action lists for minibatches of these numbers of microbatches."""
+        """The action lists for minibatches with these numbers of microbatches."""
         depths = [stage.in_flight for stage in self.stages]
         return build_schedule(self.schedule, self.pipeline, minibatches, depths, self._custom_programs)
 
     @cached_property
     def staleness(self) -> tuple[Staleness, ...]:
-        """Of each stage once the pipeline is full."""
+        """Staleness of each stage in steady state."""
         if not self.is_asynchronous:
             return (Staleness((self.microbatches,)),) * len(self.stages)
         return steady_staleness(self.schedule, self.pipeline, [stage.in_flight for stage in self.stages])
@@ -235,13 +266,6 @@ class Plan:
     @cached_property
     def _custom_programs(self) -> tuple[tuple[Action, ...], ...]:
         return parse_custom(self.custom) if self.custom else ()
-
-    def _ties(self) -> tuple[tuple[int, ...], ...]:
-        owners: dict[str, set[int]] = defaultdict(set)
-        for layer in self.profile.graph.layers:
-            for name in layer.parameters:
-                owners[name].add(self.stage_of_layer[layer.id])
-        return tuple(sorted({tuple(sorted(stages)) for stages in owners.values() if len(stages) > 1}))
 
     def _check_layers(self) -> None:
         placed = [layer for stage in self.stages for layer in stage.layers]

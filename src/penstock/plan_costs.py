@@ -17,12 +17,12 @@ from penstock.schedule import Action, Kind, family
 
 
 class PlanCosts:
-    """Seconds of every action and message of a plan, looked up rather than summed again for each."""
+    """Seconds of every action and message of a plan, computed once and then looked up."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.model = CostModel(profile=plan.profile, cluster=plan.cluster, microbatch_size=plan.microbatch_size)
-        alike: dict[Any, dict[Kind, float]] = {}  # replicas on devices alike take as long
+        alike: dict[Any, dict[Kind, float]] = {}  # replicas on equal devices take equally long
         self._compute: dict[tuple[int, int], dict[Kind, float]] = {}
         self._before: dict[tuple[int, int], dict[Kind, float]] = {}
         before: dict[Any, dict[Kind, float]] = {}
@@ -33,7 +33,7 @@ class PlanCosts:
                     alike[key] = self._compute_of(plan.stages[index], plan.devices[worker])
                     before[key] = self._before_of(plan.stages[index], plan.devices[worker])
                 self._compute[index, worker], self._before[index, worker] = alike[key], before[key]
-        self._sends = {layer: stage.sends for stage in plan.stages for layer in stage.layers}
+        self._compressions = {layer: stage.sends for stage in plan.stages for layer in stage.layers}
         self._syncs: dict[int, float] = {}
 
     def _compute_of(self, stage: Stage, device: int) -> dict[Kind, float]:
@@ -65,11 +65,12 @@ class PlanCosts:
         return {kind: between_s + (load_s if kind is Kind.FORWARD else 0.0) for kind in Kind}
 
     def before_s(self, stage: int, worker: int, kind: Kind) -> float:
-        """A worker's own time before it computes an action: bookkeeping, and loading what the stage reads itself."""
+        """A worker's own time before an action computes: bookkeeping, and loading data if the stage reads it."""
         return self._before[stage, worker][kind]
 
     def caches(self, worker: int) -> Caches | None:
-        """Tells what the actions of a worker take more because of those before them; None if nothing ever does."""
+        """Follows a worker's actions and tells their extra seconds due to the action before. None if there never are
+        any."""
         device, stages = self.plan.devices[worker], self.plan.pipeline.stages_of[worker]
         cold = {stage: self.model.cold_s(self.plan.stages[stage].layers, device) for stage in stages}
         return Caches(cold) if any(cold.values()) else None
@@ -78,29 +79,31 @@ class PlanCosts:
         return self.seconds_of(action.stage, worker)[action.kind]
 
     def seconds_of(self, stage: int, worker: int) -> Mapping[Kind, float]:
-        """Of each kind of action that a worker computes for one of its stages."""
+        """Seconds of each kind of action that a worker computes for one of its stages."""
         return self._compute[stage, worker]
 
     def sync_s(self, stage: int) -> float:
-        """Averaging a stage's gradients; all of it counts here, also what overlaps with a backward."""
+        """Seconds to average a stage's gradients, including what overlaps with a backward."""
         if stage not in self._syncs:
             self._syncs[stage] = self._sync_s(stage)
         return self._syncs[stage]
 
     def _sync_s(self, stage: int) -> float:
-        """Averaging a stage's gradients over its replicas, and tied ones over their owners too."""
+        """Over the replicas of the stage, and of all stages that share a parameter with it."""
         devices = [self.plan.devices[worker] for worker in self.plan.pipeline.sync_workers(stage)]
         return self.model.allreduce_s(self.sync_bytes(stage), devices) + self.own_average_s(stage)
 
     def own_average_s(self, stage: int) -> float:
-        """A worker's own time to average a stage's gradients, if it does: of the slowest of its replicas."""
+        """A worker's own time to average a stage's gradients, on its slowest replica. Zero for a stage that averages
+        with nobody."""
         here = self.plan.stages[stage]
         if len(self.plan.pipeline.sync_workers(stage)) < 2:
             return 0.0
         return max(self.model.own_average_s(here.layers, device) for device in set(here.devices))
 
     def finals(self, stage: int) -> list[tuple[str, float]]:
-        """The parameters of a stage as its backward finds their gradients, and the share of it that has passed then."""
+        """The parameters of a stage in the order in which a backward completes their gradients, each with the share of
+        the backward that has passed by then."""
         here, graph = self.plan.stages[stage], self.plan.profile.graph
         device, own = here.devices[0], set(here.layers)
         layers = [layer for layer in graph.layers if layer.id in own]
@@ -110,14 +113,15 @@ class PlanCosts:
         shares: dict[str, float] = {}
         for layer, layer_s in zip(layers, seconds, strict=True):
             share = 1 - left_s / total_s if total_s else 1.0
-            for name in layer.parameters:  # final with the first layer that uses it, the last in a backward
+            for name in layer.parameters:  # complete with the first layer that uses it, which comes last in a backward
                 shares.setdefault(name, share)
             left_s += layer_s
         return list(shares.items())[::-1]
 
     def buckets(self, stage: int) -> list[tuple[float, float]]:
-        """Its gradients as they are averaged: the share of a backward that has passed when they are final, and their
-        bytes. Where workers sum by themselves, all gradients are one bucket, summed after the backward."""
+        """The buckets in which a stage's gradients are averaged: the share of a backward that has passed when a bucket
+        is complete, and its bytes. Where workers sum by themselves, all gradients are one bucket, averaged after the
+        backward."""
         if not self.plan.cluster.carries(self.plan.stages[stage].devices):
             return [(1.0, self.sync_bytes(stage))]
         finals = self.finals(stage)
@@ -129,33 +133,25 @@ class PlanCosts:
         return list(found.values())
 
     def sync_bytes(self, stage: int) -> float:
-        """The gradients that a stage averages."""
+        """Bytes of the gradients that a stage averages."""
         return self.model.parameter_bytes(self.plan.stages[stage].layers)
 
     def message_bytes(self, source: int, target: int) -> float:
-        """The values that a stage sends to a later one, or the gradients that it returns to an earlier one."""
-        return self._edges[source, target]
+        """Bytes of the values that a stage sends to a later one, or of the gradients that it returns to an earlier
+        one."""
+        return self._message_bytes.get((source, target), 0.0)
 
     @cached_property
-    def _edges(self) -> dict[tuple[int, int], float]:
-        """All messages of a microbatch, by the stages that they go from and to."""
-        owner = self.plan.stage_of_layer
-        edges: dict[tuple[int, int], float] = defaultdict(float)
-        for value in self._sent_values:
-            source, num_bytes = owner[value.producer], self._value_bytes(value)
-            for target in {owner[consumer] for consumer in value.consumers} - {source}:
-                edges[source, target] += num_bytes
-                edges[target, source] += num_bytes if value.differentiable else 0.0
-        return edges
-
-    @cached_property
-    def _sent_values(self) -> list[Value]:
-        """Those that a layer reads from another. Model inputs are not: every stage loads its own."""
-        graph = self.plan.profile.graph
-        return [value for value in graph.values if value.consumers and not graph.by_id[value.producer].is_input]
+    def _message_bytes(self) -> dict[tuple[int, int], float]:
+        """Bytes of all messages of a microbatch, by the stages that they go from and to."""
+        sizes: dict[tuple[int, int], float] = {}
+        for (source, target), values in self.plan.edges.items():
+            sizes[source, target] = sum(map(self._value_bytes, values))
+            sizes[target, source] = sum(self._value_bytes(value) for value in values if value.differentiable)
+        return sizes
 
     def _value_bytes(self, value: Value) -> float:
-        return self.model.sent_bytes(value, self._sends[value.producer])
+        return self.model.sent_bytes(value, self._compressions[value.producer])
 
     def memory(self, stage: int) -> Memory:
         return self.model.stage_memory(self.plan.stages[stage], family(self.plan.schedule))
@@ -169,7 +165,8 @@ class PlanCosts:
         )
 
     def stage_s(self, stage: int) -> float:
-        """Seconds per microbatch of a stage in steady state, its updates and averaging shared out; no waiting."""
+        """Seconds per microbatch of a stage in steady state, without waiting. Updates and averaging are spread over the
+        microbatches."""
         workers, shares = self.plan.pipeline.workers[stage], self.plan.stages[stage].shares
         turn_s = np.array([n * self._microbatch_s(stage, worker) for worker, n in zip(workers, shares, strict=True)])
         if not family(self.plan.schedule).trains:
@@ -179,11 +176,11 @@ class PlanCosts:
         return float(pace(turn_s, update_s, self.sync_s(stage), round_size=sum(shares), microbatches=microbatches))
 
     def cut_s(self, stage: int) -> float:
-        """Seconds per microbatch on the links into the stage behind this one.
+        """Seconds per microbatch on the links into the next stage.
 
-        All that crosses the cut, over the slowest link between any two devices of the two stages. A host has one such
-        link for all its devices, so the busiest on either side handles the share of all its replicas. Between two
-        stages of the same workers nothing moves.
+        It counts all that crosses the cut, over the slowest link between any two devices of the two stages. The devices
+        of a host share one such link, so the busiest host on either side counts with the shares of all its replicas.
+        Between two stages on the same workers nothing is sent.
         """
         ends = self.plan.stages[stage : stage + 2]
         if ends[0].devices == ends[1].devices:
@@ -194,7 +191,7 @@ class PlanCosts:
         return occupied_s * max(self._busiest(end, level) for end in ends)
 
     def _busiest(self, stage: Stage, level: int) -> float:
-        """The share of all microbatches that passes the busiest of a level's members: devices, or whole hosts."""
+        """The largest share of all microbatches that passes one member of a level: a device, or a whole host."""
         return max(self._by_member(stage, level).values())
 
     def _by_member(self, stage: Stage, level: int) -> dict[int, float]:
@@ -205,10 +202,10 @@ class PlanCosts:
         return loads
 
     def busiest_port_s(self) -> float:
-        """Seconds per microbatch on the busiest port of any device or host, out or in: all messages of all stages that
-        pass it, values and gradients. What a cut costs is part of it."""
+        """Seconds per microbatch on the busiest port of any device or host, in either direction. All messages of all
+        stages that pass the port count: values and gradients, including those of ``cut_s``."""
         stages, trains = self.plan.stages, family(self.plan.schedule).trains
-        edges = {ends: size for ends, size in self._edges.items() if size and (trains or ends[0] < ends[1])}
+        edges = {ends: size for ends, size in self._message_bytes.items() if size and (trains or ends[0] < ends[1])}
         loads_s: dict[tuple[int, int, bool], float] = defaultdict(float)
         for level, link in enumerate(self.plan.cluster.levels):
             members = [self._by_member(stage, level) for stage in stages]
@@ -224,25 +221,25 @@ class PlanCosts:
 
     @cached_property
     def _crossing_bytes(self) -> list[float]:
-        """What crosses each cut for one microbatch, a value once however many stages behind it read it."""
+        """Bytes that cross each cut per microbatch. A value counts once per cut, however many later stages read it."""
         owner, crossing = self.plan.stage_of_layer, [0.0] * len(self.plan.stages)
-        for value in self._sent_values:
+        for value in self.plan.profile.graph.sent_values:
             for cut in range(owner[value.producer], max(owner[consumer] for consumer in value.consumers)):
                 crossing[cut] += self._value_bytes(value)
         return crossing
 
     def bottleneck(self) -> tuple[int, int]:
-        """What sets the pace: a stage, as (stage, stage), or the cut behind it, as (stage, stage + 1)."""
+        """What sets the pace: a stage, as (stage, stage), or the cut after it, as (stage, stage + 1)."""
         return max(self._loads_s, key=self._loads_s.__getitem__)
 
     def bottleneck_s(self) -> float:
-        """The slowest stage or cut: what a microbatch takes in steady state, however many are in flight; more, where
-        devices share too few cores."""
+        """Seconds of a microbatch in steady state: those of the slowest stage or cut, however many microbatches are in
+        flight; or more, if devices share too few cores."""
         return max(self._loads_s[self.bottleneck()], self._cores_s)
 
     @cached_property
     def _cores_s(self) -> float:
-        """What all workers of a host compute for a microbatch, over its cores."""
+        """Seconds per microbatch that the workers of the busiest host compute, divided by its cores."""
         if self.plan.cluster.cores is None:
             return 0.0
         pipeline, busy_s = self.plan.pipeline, defaultdict[int, float](float)
@@ -257,7 +254,8 @@ class PlanCosts:
 
     @cached_property
     def _loads_s(self) -> dict[tuple[int, int], float]:
-        """Seconds per microbatch of all stages of the same workers together, and of all cuts between the same two."""
+        """Seconds per microbatch: of a stage with all other stages of the same workers, and of a cut with all other
+        cuts between the same two sets of workers."""
         stages = range(self.plan.pipeline.num_stages)
         workers_s: dict[tuple[int, ...], float] = defaultdict(float)
         links_s: dict[frozenset[tuple[int, ...]], float] = defaultdict(float)
@@ -270,9 +268,13 @@ class PlanCosts:
         return loads | {(stage, stage + 1): links_s[frozenset(devices[stage : stage + 2])] for stage in stages[:-1]}
 
     def fill_s(self) -> float:
-        """How long a synchronous pipeline fills and drains: one microbatch through the workers but the last, forth and
-        back. Where stages lie in laps, through one stage of each. Gradients of weights, where they are made apart,
-        take its place; laid out there and back, all but the way there."""
+        """Seconds to fill and drain a synchronous pipeline: the forward and backward of one microbatch on all workers
+        but the last.
+
+        If workers have several stages, only the first stage of each counts. In zero-bubble schedules, the second halves
+        of backwards run in the time that is otherwise idle, so they are subtracted; with the layout "there and back",
+        only the forwards remain.
+        """
         kind, workers = family(self.plan.schedule), self.plan.pipeline.workers
         first_lap = range(len(set(workers)) - 1)
         if not kind.halves:
@@ -285,11 +287,11 @@ class PlanCosts:
         )
 
     def _trip_s(self, stage: int) -> float:
-        """One microbatch on the replica that takes longest."""
+        """Seconds of one microbatch on the slowest replica."""
         return max(self._microbatch_s(stage, worker) for worker in self.plan.pipeline.workers[stage])
 
     def latency_s(self) -> float:
-        """One microbatch through all stages and cuts, alone."""
+        """Seconds of one microbatch through all stages and cuts, with nothing else in the pipeline."""
         stages = range(self.plan.pipeline.num_stages)
         return sum(map(self._trip_s, stages)) + sum(map(self._crossing_s, stages[:-1]))
 
@@ -298,29 +300,30 @@ class PlanCosts:
         return float(self._crossing(stage).seconds(self.plan.cluster.slowest_link((*here.devices, *behind.devices))))
 
     def input_bytes(self, stage: int) -> float:
-        """What a stage reads from earlier ones, per microbatch."""
+        """Bytes that a stage reads from earlier ones, per microbatch."""
         return sum(self.message_bytes(source, stage) for source in self.plan.pipeline.reads[stage])
 
     def output_bytes(self, stage: int) -> float:
-        """What a stage sends to later ones, per microbatch."""
+        """Bytes that a stage sends to later ones, per microbatch."""
         return sum(self.message_bytes(stage, target) for target in self.plan.pipeline.read_by[stage])
 
     def sent_bytes(self, source: Collection[int], target: Collection[int]) -> float:
-        """What some layers send to others per microbatch, as compressed as the plan has it."""
-        return self.model.forward_bytes(source, target, self._sends)
+        """Bytes that some layers send to others per microbatch, with the plan's compression."""
+        return self.model.forward_bytes(source, target, self._compressions)
 
     def stage_memory_bytes(self, stage: int) -> float:
         """Peak bytes of the replica that needs most."""
         return max(map(self.memory_bytes, self.plan.pipeline.workers[stage]))
 
     def memory_share(self, stage: int) -> float | None:
-        """Of its device's memory, by the replica that is nearest to filling it; None where memory is no constraint."""
+        """The share of its device's memory that a replica uses, for the replica closest to the limit. None where memory
+        is no constraint."""
         workers = self.plan.pipeline.workers[stage]
         sizes = {worker: self.plan.cluster.devices[self.plan.devices[worker]].memory_bytes for worker in workers}
         return max((self.memory_bytes(worker) / size for worker, size in sizes.items() if size), default=None)
 
     def layers_s(self, stage: int, layers: Collection[int]) -> tuple[float, float]:
-        """Forward and backward of some of a stage's layers, on the replica that takes longest for a microbatch."""
+        """Forward and backward seconds of some of a stage's layers, on the stage's slowest replica."""
         slowest = max(self.plan.pipeline.workers[stage], key=lambda worker: self._microbatch_s(stage, worker))
         device, kind = self.plan.devices[slowest], family(self.plan.schedule)
         forward_s = self.model.forward_s(layers, device, halves=kind.halves)
@@ -336,7 +339,7 @@ class PlanCosts:
         return self.plan.microbatches * self.bottleneck_s() + fill_s
 
     def _microbatch_s(self, stage: int, worker: int) -> float:
-        """Computed, loaded and handled of its messages, with the worker's own time."""
+        """Seconds of a microbatch at a stage: computing, loading, messages and the worker's own time."""
         kind = family(self.plan.schedule)
         backward = (Kind.INPUT, Kind.WEIGHT) if kind.halves else (Kind.BACKWARD,)
         done = (Kind.FORWARD, *backward) if kind.trains else (Kind.FORWARD,)
@@ -360,7 +363,8 @@ class PlanCosts:
         return handled_s
 
     def message_handled_s(self, source: int, target: int) -> float:
-        """That a worker of either stage is busy with a message from one to the other, if they are not the same."""
+        """A worker's own time for a message between two stages, at either end. Zero if both stages are on the same
+        devices."""
         if self.plan.stages[source].devices == self.plan.stages[target].devices:
             return 0.0
         return float(self.plan.cluster.handled_s(self.message_bytes(source, target)))

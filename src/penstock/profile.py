@@ -26,45 +26,45 @@ def _check_seconds(costs: LayerSeconds | WorkerSeconds) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSeconds:
-    """One layer on one microbatch; the optimizer's update, and a copy of the weights, once per minibatch."""
+    """Seconds of one layer for one microbatch. Updates and copies of the weights come once per minibatch."""
 
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
     halving_s: float = 0.0
-    """What the forward takes more where the two halves of the backward will be taken apart."""
+    """Extra seconds of the forward if the two halves of the backward run apart."""
     apart_s: float = 0.0
-    """What the two halves of the backward take more when they are taken apart."""
+    """Extra seconds of the two halves of the backward if they run apart."""
     cold_s: float = 0.0
-    """What the first forward after an update takes more, since the update has filled the caches with other things."""
+    """Extra seconds of the first forward after an update, which has filled the caches with other data."""
     forward_switch_s: float = 0.0
-    """What a forward takes more after an action of another kind or stage than after a forward of the same stage."""
+    """Extra seconds of a forward that does not follow a forward of the same stage."""
     backward_switch_s: float = 0.0
-    """What a backward takes more after an action of another kind or stage than after a backward of the same stage."""
+    """Extra seconds of a backward that does not follow a backward of the same stage."""
     crowded_s: float = 0.0
-    """What a microbatch takes more on a worker that has all layers: its caches hold less of each."""
+    """Extra seconds per microbatch on a worker that has all layers of the model, since its caches hold less of each."""
     update_s: float = 0.0
     copy_s: float = 0.0
-    """of its weights, where an update must leave a version in flight as it is"""
+    """Seconds to copy its weights, if an update must not change a version that is in flight."""
     average_s: float = 0.0
-    """gathering its gradients for an all-reduce and putting them back, beside what the all-reduce takes"""
+    """Seconds to gather its gradients for an all-reduce and put them back, without the all-reduce itself."""
 
     def __post_init__(self) -> None:
         _check_seconds(self)
 
     @property
     def halved_forward_s(self) -> float:
-        """The forward of a microbatch whose backward will be taken in halves."""
+        """Seconds of the forward of a microbatch whose backward runs in halves."""
         return self.forward_s + self.halving_s
 
     @property
     def halved_input_s(self) -> float:
-        """The first half of a backward, taken apart from the second."""
+        """Seconds of the first half of a backward, if it runs apart from the second."""
         return self.backward_input_s * self._apart
 
     @property
     def halved_weight_s(self) -> float:
-        """The second half of a backward, taken apart from the first."""
+        """Seconds of the second half of a backward, if it runs apart from the first."""
         return self.backward_weight_s * self._apart
 
     @property
@@ -75,7 +75,7 @@ class LayerSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSeconds:
-    """A worker's own time for an action, whatever its layers: bookkeeping, starting autograd, calling the optimizer."""
+    """A worker's own time per action, whatever its layers: bookkeeping, starting autograd, calling the optimizer."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -83,11 +83,11 @@ class WorkerSeconds:
     backward_weight_s: float = 0.0
     update_s: float = 0.0
     copy_s: float = 0.0
-    """added to an update that must leave a version in flight as it is"""
+    """Extra seconds of an update that must not change a version in flight."""
     average_s: float = 0.0
-    """per all-reduce of a round's gradients, whatever they are"""
+    """Seconds per all-reduce of a round's gradients, whatever their sizes."""
     between_s: float = 0.0
-    """from the end of an action to the start of the next one"""
+    """Seconds from the end of an action to the start of the next one."""
 
     def __post_init__(self) -> None:
         _check_seconds(self)
@@ -114,13 +114,13 @@ class SizeCosts:
 
     microbatch_size: float
     seconds: Mapping[str, tuple[LayerSeconds, ...]]
-    """per device kind, one entry for each layer of the graph"""
+    """For each device kind, one entry per layer of the graph."""
     saved_bytes: tuple[float, ...]
-    """of each layer"""
+    """One entry per layer."""
     value_bytes: tuple[float, ...]
-    """of each value of the graph"""
+    """One entry per value of the graph."""
     load_s: float = 0.0
-    """reading a microbatch from the job's data"""
+    """Seconds to read a microbatch from the job's data."""
 
     def __post_init__(self) -> None:
         if not is_seconds(self.load_s):
@@ -135,34 +135,34 @@ class SizeCosts:
 class Profile:
     model: str
     front_end: str
-    """what captured the model: export, fx, module, or the name of an importer"""
+    """What captured the model: export, fx, module, or the name of an importer."""
     reason: str = ""
     """Why torch.export could not capture the model, where another front end did."""
     batch_size: int
-    """samples per minibatch that the job asks for"""
+    """Samples per minibatch, as the job says."""
     microbatch_size: int
-    """samples in the largest microbatch that was measured; ``graph`` and ``seconds`` are of this size"""
+    """Samples in the largest microbatch that was measured. ``graph`` and ``seconds`` are for this size."""
     threads: int = 1
-    """CPU threads of the worker that was measured"""
+    """CPU threads of the measured worker."""
     precision: str = "float32"
-    """what layers computed in when they were measured"""
+    """The precision in which layers computed when they were measured."""
     sync_batch_norm: bool = False
     """Whether the job's batch norm spans the replicas of a stage."""
     weighted_loss: bool = False
-    """whether the job's loss returned (sum, weight) when it was measured"""
+    """Whether the job's loss returned (sum, weight) when it was measured."""
     graph: LayerGraph
     seconds: Mapping[str, tuple[LayerSeconds, ...]]
-    """per device kind, one entry for each of graph.layers, in their order"""
+    """For each device kind, one entry per layer, in the order of ``graph.layers``."""
     load_s: float = 0.0
-    """reading a microbatch from the job's data, at each stage that does"""
+    """Seconds to read a microbatch from the job's data, at each stage that reads it."""
     worker: Mapping[str, WorkerSeconds] = field(default_factory=dict)
-    """per device kind; a kind without an entry takes no time of its own"""
+    """A worker's own time, by device kind. A kind without an entry takes none."""
     other_sizes: tuple[SizeCosts, ...] = ()
-    """further microbatch sizes that were measured"""
+    """Costs of further microbatch sizes that were measured."""
     smallest_microbatch: int = 1
-    """samples that the model is known to need at least, as batch norm may need two"""
+    """The fewest samples that the model is known to accept: batch norm may need two."""
     uncertainty: float = 0.0
-    """relative error to expect of a predicted time; a plan that promises less gain than this loses to a simpler one"""
+    """Relative error to expect of a predicted time. A plan that gains less than this loses to a simpler one."""
 
     FORMAT: ClassVar[str] = "penstock.profile/1"
 
@@ -198,7 +198,7 @@ class Profile:
 
     @cached_property
     def _sizes(self) -> tuple[SizeCosts, ...]:
-        """All that were measured, smallest first."""
+        """All measured sizes, smallest first."""
         largest = SizeCosts(
             microbatch_size=self.microbatch_size,
             seconds=self.seconds,
@@ -213,7 +213,7 @@ class Profile:
         return tuple(costs.microbatch_size for costs in self._sizes)
 
     def at(self, microbatch_size: float) -> SizeCosts:
-        """The costs of microbatches of this size: on a line between the two measured sizes around it."""
+        """The costs of microbatches of this size, interpolated between the two measured sizes next to it."""
         if microbatch_size not in self._interpolated:
             self._interpolated[microbatch_size] = _Line.through(self._sizes, microbatch_size).costs
         return self._interpolated[microbatch_size]
@@ -223,7 +223,8 @@ class Profile:
         return {}
 
     def compute_s(self, kind: str) -> tuple[float, ...]:
-        """Forward and backward of each of graph.layers on one microbatch; model inputs take none."""
+        """Seconds of forward and backward of each layer, in the order of ``graph.layers``, for one microbatch. Model
+        inputs take none."""
         return tuple(
             0.0 if layer.is_input else row.forward_s + row.backward_input_s + row.backward_weight_s
             for layer, row in zip(self.graph.layers, self.seconds_on(kind), strict=True)
@@ -236,7 +237,7 @@ class Profile:
         return self.worker.get(self.known_kind(kind), NO_TIME)
 
     def known_kind(self, kind: str) -> str:
-        """The kind whose costs hold for a device of this one."""
+        """The kind whose profile is used for a device of this kind."""
         if kind in self.seconds:
             return kind
         if kind == ANY_KIND:
@@ -249,9 +250,10 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Where a microbatch size lies between two that were measured, or beyond them.
+    """The position of a microbatch size between two measured sizes, or beyond them.
 
-    Beyond them the line neither falls with the size nor grows faster than in proportion: noise must not be magnified.
+    Beyond them, costs neither fall as the size grows nor grow faster than in proportion, so that noise is not
+    magnified.
     """
 
     low: SizeCosts
@@ -293,5 +295,5 @@ class _Line:
         return known + min(max(slope, 0.0), known / near) * (self.size - near)
 
     def _layer(self, low: LayerSeconds, high: LayerSeconds) -> LayerSeconds:
-        """An update takes as long whatever the microbatch."""
+        """Updates take equally long for every microbatch size."""
         return replace(high, **{name: self._number(getattr(low, name), getattr(high, name)) for name in BY_SIZE})

@@ -1,4 +1,4 @@
-"""Where a run comes from: the command, the versions, and the state of the job file in git."""
+"""The origin of a run: the command, the versions, and the state of the job file in git."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIT_TIMEOUT_S = 10.0
 class GitState:
     commit: str
     dirty: bool
-    """whether a file of the repository differs from the commit, or the job file is not in it"""
+    """Whether a file of the repository differs from the commit, or the job file is not in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +30,19 @@ class Provenance:
     command: tuple[str, ...]
     working_directory: str
     job: str
-    """the job file"""
+    """The job file."""
     host: str
     began_unix_s: float
     versions: Mapping[str, str]
-    """of python, penstock and torch"""
+    """Versions of python, penstock and torch."""
     git: GitState | None
-    """None for a job file in no repository, or without git"""
+    """None if the job file is in no repository, or git is not installed."""
 
     FORMAT: ClassVar[str] = "penstock.provenance/1"
 
 
 def provenance_of(job_file: Path) -> Provenance:
-    """Of a run of this job that this process starts now."""
+    """The provenance of a run of this job that this process starts now."""
     return Provenance(
         command=("penstock", *sys.argv[1:]),
         working_directory=str(Path.cwd()),
@@ -71,8 +71,8 @@ def git_state(file: Path) -> GitState | None:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """What git says; None if it fails or there is none."""
-    # no lock that the user's own git would meet, and no program that the repository's settings name
+    """The output of git; None if it fails or is not installed."""
+    # Takes no lock that the user's own git could run into, and starts no program from the repository's settings.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
     try:
         done = subprocess.run(

@@ -1,7 +1,7 @@
-"""What a run writes down as it goes: a file of lines, each a small JSON object, that only ever grows at its end.
+"""The progress record of a run: a file of lines, each a small JSON object, to which lines are only appended.
 
-A line has one key: ``start`` (once, first), ``moment`` (how it goes, now and then), ``mark`` (something happened) or
-``end``. Whoever follows a run reads what has been added; the report reads all of it.
+A line has one key: ``start`` (once, first), ``moment`` (progress, at intervals), ``mark`` (an event) or ``end``.
+Followers of a run read what is added; the report reads everything.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock import codec
 from penstock.errors import FormatError
 
 SHORTEST_S, LONGEST_S = 0.5, 10.0
-"""between two moments"""
+"""The shortest and the longest time between two moments."""
 
 
 def interval_s(elapsed_s: float) -> float:
-    """Between two moments: a thousandth of the run so far, so that a short run has detail and a day of training
-    about 12,000 lines."""
+    """Seconds between two moments: a thousandth of the run so far, so that a short run has detail and a day of training
+    has about 12,000 lines."""
     return min(LONGEST_S, max(SHORTEST_S, elapsed_s / 1000))
 
 
@@ -33,16 +33,16 @@ class Start:
     schedule: str
     workers: tuple[str, ...]
     samples: int
-    """to train on, all epochs together"""
+    """Samples to train on, in all epochs together."""
     minibatches: int
-    """the same"""
+    """Minibatches to train, in all epochs together."""
     first_minibatch: int
-    """how many were trained before, in a run that goes on"""
+    """Minibatches trained before, in a resumed run."""
     began_unix_s: float
     samples_per_s: float | None
-    """predicted"""
+    """The prediction."""
     memory_bytes: tuple[int, ...]
-    """the most that each worker is predicted to hold"""
+    """The predicted peak of each worker."""
 
     FORMAT: ClassVar[str] = "penstock.progress/1"
 
@@ -51,40 +51,40 @@ class Start:
             raise FormatError(f"memory of {len(self.memory_bytes)} workers, and there are {len(self.workers)}")
 
     def minibatch(self, samples: int) -> int:
-        """How many minibatches of the whole run these samples of this one come to."""
+        """The number of the minibatch, counted over the whole run, after so many samples of this one."""
         return self.first_minibatch + round(self.minibatches * samples / max(1, self.samples))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
     at_s: float
-    """since the first action could begin, as in the trace"""
+    """Seconds since the first action could begin, as in the trace."""
     samples: int
-    """finished so far"""
+    """Samples finished so far."""
     loss: float | None
     """The mean loss of the newest microbatches; None where no worker has reported one."""
     busy: tuple[float, ...]
     """For each worker, the share of the time since the last moment in which it computed."""
     memory_bytes: tuple[int | None, ...]
-    """of each worker, the most that it was seen to hold since the moment before; None where that cannot be measured"""
+    """For each worker, the most memory seen since the last moment; None if it cannot be measured."""
     done: tuple[str, ...]
-    """the last action that each worker told of, or nothing"""
+    """The last action that each worker reported, or empty."""
     heard_s: tuple[float, ...]
-    """when that was"""
+    """When each worker reported it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at a moment. Any kind may be noted; who shows marks need not know it."""
+    """An event at one moment. Its kind may be anything; code that shows marks need not know it."""
 
     at_s: float
     kind: str
-    """one word or two: evaluation, checkpoint"""
+    """One or two words, such as evaluation or checkpoint."""
     text: str
     minibatch: int
-    """how many had been trained"""
+    """Minibatches trained before it."""
     values: Mapping[str, float | None] = field(default_factory=dict)
-    """what was found, where that is numbers"""
+    """Results, if they are numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,20 +93,20 @@ class Record:
     moments: tuple[Moment, ...] = ()
     marks: tuple[Mark, ...] = ()
     end: str | None = None
-    """how it ended, in words; None while it runs"""
+    """How it ended, in words; None during the run."""
 
 
 class Writer:
-    """Appends lines. Each is handed to the system whole, so that a reader sees it at once and never half of it but
-    while it is being written. One that cannot be written, as on a full disk, raises and is lost; later ones are not."""
+    """Appends lines. Each is written in one call, so that a reader sees it at once and never sees half of it for long.
+    A line that cannot be written, as on a full disk, raises an error and is lost; later ones are not."""
 
     def __init__(self, path: Path, start: Start) -> None:
-        """Begins the file anew. If that fails, the next line is tried together with the first."""
+        """Starts a new file. If that fails, the next line is written together with the first."""
         self.path = path
         self._unwritten: Start | None = start
         with contextlib.suppress(OSError, FormatError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # whoever still follows the run before keeps its file
+            path.unlink(missing_ok=True)  # followers of the previous run keep its file
             self._begin()
 
     def moment(self, moment: Moment) -> None:
@@ -140,12 +140,12 @@ def append_line(path: Path, kind: str, value: Any) -> None:
 
 
 class Reader:
-    """Reads a record as it grows. Skips lines that were cut short, by a full disk or a machine that failed."""
+    """Reads a record as it grows. Skips lines that were cut short by a full disk or a failed machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.changed_unix_s = 0.0
-        """when something was added last"""
+        """When something was added last."""
         self._first = b""
         self._forget()
 
@@ -158,11 +158,11 @@ class Reader:
         self._end: str | None = None
 
     def read(self) -> Record:
-        """All there is by now; nothing at all where there is no file yet."""
+        """Everything so far; empty if there is no file yet."""
         try:
             with self.path.open("rb") as file:
                 first = file.readline()
-                if first != self._first:  # a run that has begun anew
+                if first != self._first:  # a new run
                     self._forget()
                 self._first, self.changed_unix_s = first, os.fstat(file.fileno()).st_mtime
                 file.seek(self._offset)
@@ -171,13 +171,13 @@ class Reader:
             added = b""
         except OSError as error:
             raise FormatError(f"{self.path}: cannot be read: {error.strerror}") from None
-        whole = added[: added.rfind(b"\n") + 1]  # the last line may be under way
+        whole = added[: added.rfind(b"\n") + 1]  # the last line may be incomplete
         self._offset += len(whole)
         for line in whole.splitlines():
             self._lines += 1
             try:
                 found = codec.parse_json(line.decode(), "line")
-            except (ValueError, FormatError):  # torn: no part of a JSON object is one
+            except (ValueError, FormatError):  # cut short: no part of a JSON object is a JSON object
                 continue
             try:
                 self._take(found)

@@ -1,4 +1,4 @@
-"""What a training run leaves behind: a directory with its origin, plan, trace, result and checkpoints."""
+"""What a training run leaves: a directory with its provenance, plan, trace, result and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ INDEX = "checkpoint.json"
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     epoch: int
-    """under way, or just ended, counted from 0"""
+    """The epoch during which, or after which, it took place, from 0."""
     steps: int
-    """minibatches trained before it, in all epochs together"""
+    """Minibatches trained before it, in all epochs together."""
     values: Mapping[str, float | None]
-    """the loss and the metrics, means over the held-out samples or by their weights; None where not a finite number"""
+    """The loss and the metrics: means over the held-out samples, or by their weights. None if not a finite number."""
 
     def __str__(self) -> str:
         shown = "  ".join(f"{name} {'-' if v is None else format(v, '.4f')}" for name, v in self.values.items())
@@ -37,42 +37,42 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeError:
-    """What compression lost on the way between two stages: ||sent - arrived|| / ||sent||, a mean over the messages
-    looked at; None where that was not a number."""
+    """The error of compression between two stages: ||sent - arrived|| / ||sent||, a mean over some messages. None if
+    not a number."""
 
     source: int
     target: int
     sends: str
     direction: str
-    """forward (values) or backward (their gradients)"""
+    """Forward (values) or backward (their gradients)."""
     error: float | None
     looked_at: int
-    """messages: the first that each worker sent, and of the others one in a hundred"""
+    """The number of messages measured: the first of each worker, and one in a hundred of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     samples: int
-    """trained on, all epochs together"""
+    """Samples trained on, in all epochs together."""
     seconds: float
-    """of training: the pipeline filling, running and draining, without start-up and writing the last checkpoint"""
+    """Seconds of training, including warm-up and drain of the pipeline, without start-up and the last checkpoint."""
     losses: tuple[float | None, ...]
-    """of each minibatch, a mean over its samples or by their weights; None where it was no finite number"""
+    """The loss of each minibatch: a mean over its samples, or by their weights. None if not a finite number."""
     checkpoint: str | None
-    """the newest, relative to the run"""
+    """The newest checkpoint, relative to the run directory."""
     device_kinds: Mapping[str, str]
-    """worker number -> what it ran on"""
+    """What each worker ran on, by its number."""
     links: Mapping[str, str] = field(default_factory=dict)
-    """pair of workers (``0-1``) -> what carried their messages"""
+    """What carried the messages of each pair of workers (``0-1``)."""
     evaluations: tuple[Evaluation, ...] = ()
-    """of the whole run, also before it was resumed"""
+    """All evaluations, including those before the run was resumed."""
     stopped_early: bool = False
     compression: tuple[EdgeError, ...] = ()
-    """of each edge whose values travelled compressed, what that lost"""
+    """The error of each compressed edge."""
     staleness: tuple[Staleness, ...] = ()
-    """of each stage, as its weights met the gradients"""
+    """The staleness of each stage, counted when gradients were applied."""
     clocks: tuple[Alignment, ...] = ()
-    """of the machines, worker 0's first: how their times were brought together, and how exactly"""
+    """How the clocks of the machines were aligned, worker 0's first, and how exactly."""
 
     FORMAT: ClassVar[str] = "penstock.result/1"
 
@@ -87,7 +87,7 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
-        """Held while a run is under way here."""
+        """Held during a run."""
         return self.path / "lock"
 
     @property
@@ -104,7 +104,7 @@ class RunDirectory:
 
     @property
     def beginning(self) -> Path:
-        """The trace of the first actions, where ``trace`` has only the newest."""
+        """The trace of the first actions, if ``trace`` has only the newest."""
         return self.path / "trace-beginning.json"
 
     @property
@@ -121,7 +121,7 @@ class RunDirectory:
 
     @property
     def workers(self) -> Path:
-        """What the workers record and hand in; it is gone when a run has ended well."""
+        """The files of the workers. They are removed when a run has ended well."""
         return self.path / "workers"
 
     @property
@@ -129,11 +129,11 @@ class RunDirectory:
         return self.path / "report.html"
 
     def complete_checkpoints(self) -> list[Path]:
-        """The last one written comes last, which need not have the most steps: a run may go on from an earlier one."""
+        """The newest comes last. It need not have the most steps, since a run may go on from an earlier checkpoint."""
         found: list[tuple[int, str, Path]] = []
         for index in self.checkpoints.glob(f"step-*/{INDEX}"):
             place = index.parent
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed in the meantime
                 if place.suffix == "":
                     found.append((index.stat().st_mtime_ns, place.name, place))
         return [place for *_, place in sorted(found)]
@@ -143,7 +143,7 @@ class RunDirectory:
         return complete[-1] if complete else None
 
     def begin(self, plan: Plan, provenance: Provenance) -> None:
-        """Write down what is going to run. The directory no longer says how an earlier run in it ended."""
+        """Write what is going to run. Removes what an earlier run in this directory said about its end."""
         for left in (self.result, self.progress):
             left.unlink(missing_ok=True)
         codec.save(provenance, self.provenance)
@@ -158,14 +158,14 @@ class RunDirectory:
         return codec.load(Plan, self.plan), codec.load(Trace, self.trace), codec.load(Result, self.result)
 
     def note_end(self, words: str) -> None:
-        """For a run that cannot say so itself; nothing is noted of one that never began.
+        """Note how a run ended that cannot do so itself. Does nothing for a run that never began.
 
-        Best effort: the user must hear why the run ended, and not that this could not be noted.
+        Best effort: the user must see why the run ended, not that this could not be noted.
         """
         with contextlib.suppress(OSError, FormatError):
             if self.progress.exists():
                 append_line(self.progress, "end", words)
 
     def record(self) -> Record:
-        """What was written down as it ran; empty for a run that left none."""
+        """The progress record; empty for a run without one."""
         return Reader(self.progress).read()

@@ -28,9 +28,9 @@ class Epoch:
     seed: int
     number: int = 0
     first_minibatch: int = 0
-    """where to start: what comes before it, in this epoch, is not here"""
+    """The first minibatch; those before it in this epoch are not included."""
     last_minibatch: int | None = None
-    """where to stop, this one excluded"""
+    """The minibatch to stop at, which is not included."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -43,22 +43,22 @@ class Epoch:
 
     @cached_property
     def minibatches(self) -> tuple[int, ...]:
-        """How many microbatches each minibatch has."""
+        """The number of microbatches of each minibatch."""
         return self._all_minibatches[self.first_minibatch : self.last_minibatch]
 
     @cached_property
     def samples(self) -> tuple[int, ...]:
-        """How many samples each microbatch has."""
+        """The number of samples of each microbatch."""
         return self._all_samples[self.first_microbatch : self.first_microbatch + sum(self.minibatches)]
 
     @cached_property
     def first_microbatch(self) -> int:
-        """The place of microbatch 0 in the whole epoch."""
+        """The number of microbatch 0 in the whole epoch."""
         return sum(self._all_minibatches[: self.first_minibatch])
 
     @cached_property
     def minibatches_before(self) -> tuple[int, ...]:
-        """Of each microbatch, how many minibatches of the whole run come before its own."""
+        """For each microbatch, the minibatches of the whole run before its own."""
         first = self.number * len(self._all_minibatches) + self.first_minibatch
         return tuple(first + i for i, count in enumerate(self.minibatches) for _ in range(count))
 
@@ -72,17 +72,17 @@ class Epoch:
 
     @property
     def is_end(self) -> bool:
-        """Whether nothing of the whole epoch comes after it."""
+        """Whether it includes the end of the epoch."""
         return self.minibatches_done == len(self._all_minibatches)
 
     @property
     def minibatches_done(self) -> int:
-        """Of the whole epoch, after this part of it."""
+        """Minibatches of the whole epoch up to the end of this part."""
         return self.first_minibatch + len(self.minibatches)
 
     def parts(self, *every: int) -> list[Epoch]:
-        """The rest of this epoch in pieces that end where the whole epoch has had a multiple of one of these numbers
-        of minibatches, or all."""
+        """The rest of this epoch in parts, which end where the number of minibatches in the whole epoch is a multiple
+        of one of these numbers, and at its end."""
         total, first = len(self._all_minibatches), self.first_minibatch
         if first >= total:
             return []

@@ -1,4 +1,4 @@
-"""Schedules x plans x clusters, simulated and ranked on one footing."""
+"""Combinations of schedules, plans and clusters, simulated and ranked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Case:
     """One combination, by the names of its parts."""
 
     source: str
-    """the profile that is planned, or the plan that is taken as it is"""
+    """The profile to plan, or the plan to use as it is."""
     cluster: str
     schedule: str
 
@@ -31,17 +31,17 @@ class Case:
 class Outcome:
     case: Case
     replicas: tuple[int, ...] = ()
-    """of each stage"""
+    """Replicas of each stage."""
     microbatches: int = 0
     samples_per_s: float = 0.0
     bubble: float = 0.0
-    """mean over the workers"""
+    """The mean over the workers."""
     peak_memory_bytes: float = 0.0
-    """of the worker that holds most"""
+    """The memory of the worker that holds most."""
     limit: str = ""
-    """what holds it up"""
+    """What limits the speed."""
     text: str = ""
-    """the same in a sentence; or why this combination cannot be"""
+    """The limit as a sentence; or why this combination is not possible."""
     possible: bool = True
 
 
@@ -53,10 +53,10 @@ def sweep(
     minibatches: int,
     tell: Callable[[int, int, Case], None] = lambda at, total, case: None,
 ) -> list[Outcome]:
-    """Every combination, the fastest first and those that cannot be last.
+    """Simulate every combination. The fastest come first, impossible ones last.
 
-    A profile is planned for each; a plan keeps its stages and devices, and where no cluster or no schedule is given,
-    its own. ``tell`` hears of each before it begins.
+    A profile is planned for each combination. A plan keeps its stages and devices and, if no cluster or schedule is
+    given, its own. ``tell`` is called before each combination.
     """
     cases = [
         (name, source, cluster, schedule)

@@ -1,4 +1,4 @@
-"""What happened when: timed events of a run, simulated or real, in one form."""
+"""Timed events of a run, simulated or real, in one form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 KINDS = tuple(Kind)
 CODES = {kind: code for code, kind in enumerate(KINDS)}
-"""How a column names a kind."""
+"""The code of each kind in a column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,12 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Events as arrays: a simulation may have millions, and what is asked of them is mostly a sum."""
+    """Events as arrays: a simulation may have millions, and mostly sums of them are needed."""
 
     worker: Array
     stage: Array
     kind: Array
-    """as ``CODES`` has it"""
+    """Codes, as in ``CODES``."""
     index: Array
     start_s: Array
     end_s: Array
@@ -66,11 +66,11 @@ class Columns:
         )
 
     def __getitem__(self, chosen: Any) -> Columns:
-        """Those at some places."""
+        """The events at some places."""
         return Columns(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
     def of_kind(self, *kinds: Kind) -> Array:
-        """Which of them are of these kinds."""
+        """A mask of the events of these kinds."""
         return np.isin(self.kind, [CODES[kind] for kind in kinds])
 
     @property
@@ -80,7 +80,7 @@ class Columns:
 
 
 class Events(Sequence[Event]):
-    """Columns that read as a sequence of events. These are made when somebody asks for one."""
+    """Columns as a sequence of events. Event objects are made on demand."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
@@ -118,11 +118,11 @@ class Events(Sequence[Event]):
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     origin: str
-    """measured or simulated"""
+    """One of measured, emulated and simulated."""
     workers: tuple[str, ...]
-    """what each worker is called on a timeline"""
+    """The name of each worker on a timeline."""
     samples: tuple[int, ...]
-    """samples in each microbatch, by its number"""
+    """Samples in each microbatch, by its number."""
     events: Sequence[Event]
 
     FORMAT: ClassVar[str] = "penstock.trace/1"
@@ -154,15 +154,16 @@ class Trace:
 
     @cached_property
     def samples_per_s(self) -> float:
-        """The steady rate, without the filling and the draining of the pipeline, so that a short and a long trace of
-        the same plan agree; where a trace is too short for that, all samples over the whole span."""
+        """The rate in steady state, without warm-up and drain, so that a short and a long trace of the same plan agree.
+        If a trace is too short for that, all samples divided by the whole span."""
         trains = bool(self.columns.of_kind(Kind.BACKWARD, Kind.INPUT).any())
         return self._training_rate() if trains else self._inference_rate()
 
     def _training_rate(self) -> float:
         """Counted at the first stage, which is the last to finish a microbatch.
 
-        It runs from the end of one update to the end of another, without the first and last quarter: whole rounds only.
+        It is measured from the end of one update to the end of another, in whole rounds, without the first and last
+        quarter.
         """
         first_stage = self.columns[self.columns.stage == 0]
         finished = first_stage[first_stage.of_kind(Kind.BACKWARD, Kind.INPUT)]
@@ -172,14 +173,15 @@ class Trace:
             return self._rate(finished, self.span_s)
         quarter = (len(rounds) - 1) // 4
         first, last = (updates[updates.index == rounds[at]] for at in (quarter, len(rounds) - 1 - quarter))
-        # each replica by its own clock: a fast one is into the next round before the slowest has ended this one
+        # each replica by its own clock: a fast one starts the next round before the slowest has ended this one
         begins_s, ends_s = (np.full(len(self.workers), none) for none in (-np.inf, np.inf))
         begins_s[first.worker], ends_s[last.worker] = first.end_s, last.end_s
         counted = (begins_s[finished.worker] < finished.end_s) & (finished.end_s <= ends_s[finished.worker])
         return self._rate(finished[counted], float(last.end_s.max() - first.end_s.max()))
 
     def _inference_rate(self) -> float:
-        """Counted at the last stage: the sum over its replicas, each from the end of one forward to that of another."""
+        """Counted at the last stage: the sum over its replicas, each from the end of one forward to the end of
+        another."""
         if not len(self.columns):
             return 0.0
         last_stage = self.columns[self.columns.stage == self.columns.stage.max()]
@@ -203,7 +205,7 @@ class Trace:
         return float(self._computing_s[worker])
 
     def averaging_s(self, worker: int) -> float:
-        """Seconds of synchronising, waiting for the others included."""
+        """Seconds of averaging, including waiting for others."""
         return float(self._averaging_s[worker])
 
     def utilisation(self, worker: int) -> float:
@@ -213,7 +215,7 @@ class Trace:
         return self.columns[self._by_worker[worker]]
 
     def medians_s(self, worker: int) -> dict[Kind, float]:
-        """Of each kind of action that it did, how long one took."""
+        """The median seconds of each kind of action of a worker."""
         mine = self.of_worker(worker)
         return {KINDS[code]: float(np.median(mine.seconds[mine.kind == code])) for code in np.unique(mine.kind)}
 
@@ -230,25 +232,25 @@ class Trace:
 
     @cached_property
     def _by_worker(self) -> list[Array]:
-        """Of each worker, the places of its events, in their order."""
+        """The places of each worker's events, in their order."""
         order = np.argsort(self.columns.worker, kind="stable")
         return np.split(order, np.searchsorted(self.columns.worker[order], np.arange(1, len(self.workers))))
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
-    """The events of all of them, one after the other."""
+    """The events of all parts, one after the other."""
     return Columns(
         **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Columns)}
     )
 
 
 def merge(origin: str, workers: tuple[str, ...], samples: tuple[int, ...], parts: Iterable[Iterable[Event]]) -> Trace:
-    """One trace from each worker's own events, in order of start."""
+    """One trace from the events of each worker, in order of start."""
     columns = Columns.of([event for part in parts for event in part])
     return trace_of(origin, workers, samples, columns)
 
 
 def trace_of(origin: str, workers: tuple[str, ...], samples: tuple[int, ...], columns: Columns) -> Trace:
-    """In order of start, and where that is the same, of worker."""
+    """A trace in order of start and, for equal starts, of worker."""
     ordered = columns[np.lexsort((columns.worker, columns.start_s))]
     return Trace(origin=origin, workers=workers, samples=samples, events=Events(ordered))

@@ -17,7 +17,8 @@ _BYTES = {
 }  # fmt: skip
 _SECONDS = {"": 1.0, "S": 1.0, "MS": 1e-3, "US": 1e-6, "NS": 1e-9}
 _ROUNDS_UP = 0.9995
-"""To three digits this is 1: the larger unit shows it better than 1e+03 of the smaller one."""
+"""Rounded to three digits, this share of the next unit is 1 of it, which reads better than 1e+03 of the smaller
+unit."""
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -26,7 +27,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_bytes_per_s(text: str | float) -> float:
-    """A number alone is bytes per second; a text must name its unit, since nobody means 12 bytes per second by 12."""
+    """A plain number is bytes per second. A text must have a unit, since nobody means 12 bytes per second by 12."""
     rates = {unit: size for unit, size in _BYTES.items() if unit or not isinstance(text, str)}
     return _parse(text.strip().removesuffix("/s") if isinstance(text, str) else text, rates, "a rate such as 1.25GB/s")
 
@@ -63,7 +64,7 @@ def show_clock(seconds: float) -> str:
 
 
 def shorten_middle(text: str, width: int) -> str:
-    """A name that loses its middle, as its ends say most."""
+    """A name without its middle, since its ends say most."""
     if len(text) <= width:
         return text
     end = (width - 1) // 2
@@ -71,7 +72,7 @@ def shorten_middle(text: str, width: int) -> str:
 
 
 def show_numbers(numbers: Iterable[int]) -> str:
-    """0-3, 8: as people write them."""
+    """Numbers in ranges, such as 0-3, 8."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -82,7 +83,7 @@ def show_numbers(numbers: Iterable[int]) -> str:
 
 
 def write_bytes(num_bytes: float) -> str:
-    """``11.76GiB``, for files: to a hundredth of its unit, rounded down, since nothing holds more than it has."""
+    """``11.76GiB``, for files: to a hundredth of its unit, rounded down so as not to promise more than there is."""
     for unit, size in (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
         if num_bytes >= size:
             return f"{math.floor((num_bytes + 0.5) / size * 100) / 100:g}{unit}"  # half a byte: reading rounds
@@ -100,7 +101,7 @@ def write_seconds(seconds: float) -> str:
 
 
 def _write(number: float, units: Sequence[tuple[str, float]]) -> str:
-    rounded = float(f"{number:.3g}")  # before the unit is chosen, or 999.9 KB would be 1e+03 of them
+    rounded = float(f"{number:.3g}")  # rounded before the unit is chosen, or 999.9 KB would be 1e+03 of them
     unit, size = next((each for each in units if rounded >= each[1]), units[-1])
     return f"{rounded / size:.3g}{unit}"
 

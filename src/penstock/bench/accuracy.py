@@ -51,8 +51,8 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Way:
-    """To train."""
+class Method:
+    """A method of training."""
 
     name: str
     schedule: str = "pipedream"
@@ -62,16 +62,16 @@ class Way:
 
 DEPTHS = (2, 4)
 """Of the pipelines, in stages: all but the last have stale gradients."""
-SYNCHRONOUS, STASHING = Way("synchronous", schedule="1f1b"), Way("stashing")
+SYNCHRONOUS, STASHING = Method("synchronous", schedule="1f1b"), Method("stashing")
 
 
-def asynchronous_ways(task: Task) -> list[Way]:
+def asynchronous_methods(task: Task) -> list[Method]:
     return [
         STASHING,
-        Way("no stashing", stashes=False),
-        Way("lowered rates", remedy=Remedy(rate_steps=task.minibatches // 5)),
-        Way("prediction", remedy=Remedy(look_ahead=1.0)),
-        Way("look-ahead", remedy=Remedy(look_ahead=0.9)),
+        Method("no stashing", stashes=False),
+        Method("lowered rates", remedy=Remedy(rate_steps=task.minibatches // 5)),
+        Method("prediction", remedy=Remedy(look_ahead=1.0)),
+        Method("look-ahead", remedy=Remedy(look_ahead=0.9)),
     ]
 
 
@@ -86,7 +86,7 @@ def compare(task: Task) -> Findings:
         synchronous = _timed_curve(task, SYNCHRONOUS, 1)  # the same mathematics for any number of stages
         for stages in DEPTHS:
             curves = {SYNCHRONOUS: synchronous}
-            curves |= {way: _timed_curve(task, way, stages) for way in asynchronous_ways(task)}
+            curves |= {method: _timed_curve(task, method, stages) for method in asynchronous_methods(task)}
             rows += accuracy_rows(f"{stages} stages", curves, task)
             panels.append(_panel(f"{stages} stages", curves))
     return Findings(rows, chart_svg(panels, about="loss against samples, for every way to train"))
@@ -96,10 +96,10 @@ Curve = list[tuple[int, float]]
 """(samples, the mean loss of the last of them)"""
 
 
-def _timed_curve(task: Task, way: Way, stages: int) -> Curve:
+def _timed_curve(task: Task, method: Method, stages: int) -> Curve:
     start_s = time.monotonic()
-    found = curve(train(task, way, stages), task)
-    sys.stderr.write(f"bench accuracy: {way.name}, stages {stages}: {time.monotonic() - start_s:.0f} s\n")
+    found = curve(train(task, method, stages), task)
+    sys.stderr.write(f"bench accuracy: {method.name}, stages {stages}: {time.monotonic() - start_s:.0f} s\n")
     return found
 
 
@@ -115,17 +115,17 @@ def samples_to(goal: float, of: Curve) -> int | None:
     return next((samples for samples, loss in of if loss <= goal), None)
 
 
-def accuracy_rows(name: str, curves: Mapping[Way, Curve], task: Task) -> list[Row]:
+def accuracy_rows(name: str, curves: Mapping[Method, Curve], task: Task) -> list[Row]:
     synchronous = curves[SYNCHRONOUS]
     goal = synchronous[int(len(synchronous) * GOAL_AT)][1]
     baseline = samples_to(goal, synchronous)
     rows = []
-    for way, found in curves.items():
-        samples, target = samples_to(goal, found), MORE_SAMPLES if way == STASHING else None
+    for method, found in curves.items():
+        samples, target = samples_to(goal, found), MORE_SAMPLES if method == STASHING else None
         ratio = samples / baseline if samples and baseline else None
         rows.append(
             Row(
-                case=f"{name}, {way.name}",
+                case=f"{name}, {method.name}",
                 metric=f"samples to loss {goal:.3f}" + ("" if samples else ": more than"),
                 value=samples or task.minibatches * task.batch_size,
                 baseline=baseline,
@@ -135,22 +135,22 @@ def accuracy_rows(name: str, curves: Mapping[Way, Curve], task: Task) -> list[Ro
             )
         )
         if found:
-            rows.append(at_most(f"{name}, {way.name}", "loss at the end", found[-1][1]))
+            rows.append(at_most(f"{name}, {method.name}", "loss at the end", found[-1][1]))
     return rows
 
 
-def _panel(name: str, curves: Mapping[Way, Curve]) -> Panel:
+def _panel(name: str, curves: Mapping[Method, Curve]) -> Panel:
     """Without the first fall, which would leave the rest no room."""
     highest = statistics.median(loss for _, loss in curves[SYNCHRONOUS]) * 1.25
     lines = []
-    for way, found in curves.items():
+    for method, found in curves.items():
         shown = [point for point in found if point[1] <= highest]
         if shown:
-            lines.append(Line(way.name, tuple(shown[:: -max(1, len(shown) // 80)][::-1])))
+            lines.append(Line(method.name, tuple(shown[:: -max(1, len(shown) // 80)][::-1])))
     return Panel(x_label=f"samples, {name}", y_label="loss", lines=tuple(lines), even=True)
 
 
-def task_job(task: Task, way: Way) -> Job:
+def task_job(task: Task, method: Method) -> Job:
     text = PythonReference(length=task.length, samples=task.minibatches * task.batch_size)
     torch.manual_seed(0)
     return Job(
@@ -160,36 +160,36 @@ def task_job(task: Task, way: Way) -> Job:
         optimizer=lambda named: torch.optim.AdamW(named, lr=task.learning_rate),
         batch_size=task.batch_size,
         scheduler=lambda optimizer: LinearLR(optimizer, 0.01, total_iters=max(1, task.minibatches // 10)),
-        remedy=way.remedy,
+        remedy=method.remedy,
     )
 
 
-def train(task: Task, way: Way, num_stages: int) -> list[float]:
+def train(task: Task, method: Method, num_stages: int) -> list[float]:
     """The loss of every minibatch; it ends early where that is no number any more."""
-    job = task_job(task, way)
+    job = task_job(task, method)
     model = blueprint_of(job, torch.device("cpu")).model
     named = dict(model.named_parameters())
     stages = [Weights(own, job.optimizer, job.scheduler, job.remedy) for own in _by_stage(named, num_stages)]
-    schedule = _schedule(way.schedule, num_stages, task.minibatches)
+    schedule = _schedule(method.schedule, num_stages, task.minibatches)
     epoch = Epoch(num_samples=len(job.data), batch_size=job.batch_size, microbatches=1, seed=job.seed)
     losses: list[float] = []
     for microbatch in range(task.minibatches):
         inputs, target = load_microbatch(job, epoch, microbatch)
         ages = [schedule.staleness(stage, microbatch) for stage in range(num_stages)]
         held = [weights.acquire(weights.version - age, age) for weights, age in zip(stages, ages, strict=True)]
-        used = held if way.stashes else [Version(each.number, _copies(each.leaves)) for each in held]
+        used = held if method.stashes else [Version(each.number, _copies(each.leaves)) for each in held]
         leaves = {name: leaf for version in used for name, leaf in version.leaves.items()}
         loss = job.loss(torch.func.functional_call(model, leaves, (inputs,)), target)
         losses.append(float(loss.detach()))
         if not math.isfinite(losses[-1]):
             break
-        if not way.stashes:
+        if not method.stashes:
             overwrite(leaves, named)
         torch.autograd.backward(loss)
         for weights, version, own, age in zip(stages, held, used, ages, strict=True):
             weights.gradients.update(_taken_gradients(own.leaves))
             weights.finish(version)
-            weights.step(microbatch, keep=True, rate=way.remedy.rate(age, microbatch) if way.remedy else 1.0)
+            weights.step(microbatch, keep=True, rate=method.remedy.rate(age, microbatch) if method.remedy else 1.0)
     return losses
 
 

@@ -14,7 +14,7 @@ from penstock.bench.contenders import TORCH_SCHEDULES, Contender, Ours, TorchDat
 from penstock.bench.jobs import bench_job
 from penstock.bench.pair import by_turns, run_together
 from penstock.plan import Plan
-from penstock.runtime.links.links import make_links
+from penstock.runtime.links.choice import choose_links
 from penstock.runtime.process.joining import worker_process
 
 ROUNDS = 3
@@ -31,7 +31,7 @@ def main(case: str, directory: Path) -> None:
     profile = plans["penstock"].profile
     with worker_process(plans["penstock"], TIMEOUT_S) as device:
         workers = dist.get_world_size()
-        links = make_links([tuple(range(workers))], [(0, 1)], device=device, timeout_s=TIMEOUT_S)
+        links = choose_links([tuple(range(workers))], [(0, 1)], device=device, timeout_s=TIMEOUT_S)
         contenders: dict[str, Contender] = {}
         for name, plan in plans.items():
             ours = contenders[name] = Ours(bench_job(case), plan, links.transport)

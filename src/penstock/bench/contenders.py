@@ -150,12 +150,12 @@ def _tensors_at_the_cut(
     values: dict[str, Tensor] = {}
     for before in assembly.plan.stages[: stage + 1]:
         section = assembly.splitter.section(before.layers)
-        arguments = [inputs[position] for position in section.reads] + [values[n] for n in section.receives]
+        arguments = [inputs[position] for position in section.reads] + [values[n] for n in section.received_names]
         sent, _ = section.run(section.parameters, arguments)
-        values.update(zip(section.sends, sent, strict=True))
+        values.update(zip(section.sent_names, sent, strict=True))
     return (
-        {name: values[name] for name in section.receives},
-        {name: [torch.ones_like(values[name])] for name in section.sends},
+        {name: values[name] for name in section.received_names},
+        {name: [torch.ones_like(values[name])] for name in section.sent_names},
     )
 
 

@@ -15,7 +15,7 @@ from penstock import codec
 from penstock.bench.contenders import TORCH_SCHEDULES, Alone, Contender, Ours, TorchDataParallel, TorchPipeline
 from penstock.bench.jobs import bench_job
 from penstock.plan import Plan
-from penstock.runtime.links.links import make_links
+from penstock.runtime.links.choice import choose_links
 from penstock.runtime.process.joining import worker_process
 from penstock.runtime.transport.base import Transport
 
@@ -32,7 +32,7 @@ def main(case: str, directory: Path) -> None:
     some = next(iter(plans.values()))
     with worker_process(some, TIMEOUT_S) as device:
         everybody = tuple(range(len(some.devices)))
-        links = make_links([everybody], [(0, 1)], device=device, timeout_s=TIMEOUT_S)
+        links = choose_links([everybody], [(0, 1)], device=device, timeout_s=TIMEOUT_S)
         contenders: dict[str, Contender] = {}
         for name, plan in plans.items():
             contenders.update(_of_plan(case, name, plan, links.transport))

@@ -23,7 +23,7 @@ from penstock.bench.contenders import CPU, Alone, Ours, Whole, steps_per_s
 from penstock.bench.jobs import bench_job, bench_profile
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
-from penstock.runtime.links.links import make_links, talking_pairs
+from penstock.runtime.links.choice import choose_links, talking_pairs
 from penstock.runtime.process.joining import join_workers, worker_process
 from penstock.runtime.process.survey import survey_cluster
 from penstock.runtime.sync.sync import sync_groups
@@ -77,7 +77,7 @@ def run(case: str, directory: Path) -> None:
     with worker_process(some, TIMEOUT_S) as device:
         groups = sorted({group for plan in plans.values() for group in sync_groups(plan)})
         pairs = sorted({pair for plan in plans.values() for pair in talking_pairs(plan)})
-        links = make_links(groups, pairs, device=device, timeout_s=TIMEOUT_S)
+        links = choose_links(groups, pairs, device=device, timeout_s=TIMEOUT_S)
         captured = capture_for_plan(job, some, CPU)
         contenders = {name: Ours(job, plan, links.transport, captured).loading() for name, plan in plans.items()}
         gc.freeze()  # as in training

@@ -143,7 +143,7 @@ def _there_and_back(plan: Plan, microbatches: int) -> Plan:
 
 
 def _one_crosses(graph: LayerGraph, before: Sequence[int], after: Sequence[int]) -> bool:
-    return len([value for value in graph.crossing(before, after) if not graph.by_id[value.producer].is_input]) == 1
+    return len(list(filter(graph.is_sent, graph.crossing(before, after)))) == 1
 
 
 def _synchronous(plan: Plan, schedule: str, microbatches: int) -> Plan:

@@ -26,7 +26,7 @@ from penstock.cluster import local_cluster
 from penstock.plan import Plan
 from penstock.planner import Hints, make_plan
 from penstock.record import Start, Writer
-from penstock.runtime.links.links import make_links
+from penstock.runtime.links.choice import choose_links
 from penstock.runtime.machine.machine import share_of_machine
 from penstock.runtime.machine.memory import MemoryMeter
 from penstock.runtime.process.joining import worker_process
@@ -77,7 +77,7 @@ class _Nowhere(EventLog):
 def main(case: str, directory: Path) -> None:
     plan = codec.load(Plan, directory / "plan.json")
     with worker_process(plan, TIMEOUT_S) as device:
-        links = make_links([tuple(range(WORKERS))], [(0, 1)], device=device, timeout_s=TIMEOUT_S)
+        links = choose_links([tuple(range(WORKERS))], [(0, 1)], device=device, timeout_s=TIMEOUT_S)
         ours = Ours(bench_job(case), plan, links.transport)
         minibatches = max(8, round(ROUND_S / plan.prediction.seconds_per_minibatch))
         ways = {"recorded": partial(_recorded, ours, directory / "progress.jsonl"), "bare": partial(_bare, ours)}

@@ -17,8 +17,8 @@ from penstock.profile import LayerSeconds, Profile
 FRONT_END = "dnn-partitioning"
 
 BYTES_PER_COST = 2**31
-"""What an edge's cost of 1 is in bytes. Costs are times, mostly far below 1, while sizes here are whole bytes; links of
-this many bytes per second give the costs back. The published files have sizes beside the costs, and they are these."""
+"""Bytes for an edge cost of 1. Costs are times, mostly far below 1, while sizes are whole bytes; links with this many
+bytes per second give the costs back. The published files also have sizes, which agree with these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class _Problem:
 def parse_placement(text: str, *, source: str, model: str) -> tuple[Profile, Cluster]:
     """The profile and the cluster of a placement problem, in the file's own unit of time, called seconds here.
 
-    Nodes of one colour class are one layer: forward nodes and their gradients. CPUs, if the file has any, are devices
+    Nodes of one colour class, forward nodes and their gradients, are one layer. CPUs, if the file has any, are devices
     of kind ``host``; they come first, so that plans for fewer devices leave them out.
     """
     problem = decode_json(_Problem, text, source)
@@ -73,7 +73,7 @@ def parse_placement(text: str, *, source: str, model: str) -> tuple[Profile, Clu
 
 
 _Layers = dict[int, tuple[list[_Node], list[_Node]]]
-"""Colour class -> its forward nodes and its gradient nodes, in the file's order."""
+"""For each colour class, its forward nodes and its gradient nodes, in the file's order."""
 
 
 def _checked_nodes(problem: _Problem, source: str) -> dict[int, _Node]:
@@ -117,7 +117,8 @@ def _layers(problem: _Problem, source: str) -> _Layers:
 
 
 def _values(problem: _Problem, nodes: dict[int, _Node], source: str) -> tuple[Value, ...]:
-    """What forward nodes send to other layers. An edge between the gradients of two layers means that one returns."""
+    """The values that forward nodes send to other layers. An edge between the gradients of two layers means that a
+    gradient is returned."""
     readers: dict[tuple[int, float], list[int]] = defaultdict(list)
     returned: set[frozenset[int]] = set()
     for i, edge in enumerate(problem.edges):
@@ -152,9 +153,10 @@ def _values(problem: _Problem, nodes: dict[int, _Node], source: str) -> tuple[Va
 
 
 def _graph(layers: _Layers, values: tuple[Value, ...], source: str) -> LayerGraph:
-    """A layer is called after its first forward node. One without size has no parameter.
+    """A layer has the name of its first forward node. A layer without size has no parameter.
 
-    Both its nodes' sizes count as memory, as a weight and its gradient do; what one has more than the other is state.
+    The sizes of both its nodes count as memory, as for a weight and its gradient. The difference of the two sizes is
+    optimizer state.
     """
     names = {color: forward[0].name for color, (forward, _) in layers.items()}
     parameters = {}

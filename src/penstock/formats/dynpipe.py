@@ -22,14 +22,14 @@ FRONT_END = "dynpipe"
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The file's own keys, each with one entry per stage."""
+    """The keys of the file, each with one entry per stage."""
 
     partition: tuple[int, ...]
-    """layers of the stage, in the order of the chain"""
+    """The number of layers of each stage, in the order of the chain."""
     recompute_ratio: tuple[float, ...]
-    """the share of the stage's layers that are computed again in the backward"""
+    """The share of the stage's layers that are recomputed in the backward."""
     batch_size: tuple[int, ...]
-    """samples that the stage works on at a time"""
+    """Samples that the stage computes at a time."""
 
     def __post_init__(self) -> None:
         if not self.partition:
@@ -57,7 +57,7 @@ def partition_text(partition: Partition) -> str:
 
 
 def partition_of(plan: Plan) -> Partition:
-    """The layers per stage. A stage recomputes all of its layers or none, and works on whole microbatches."""
+    """The layers per stage. A stage recomputes all of its layers or none, and computes whole microbatches."""
     stages = [plan.stage_of_layer[layer] for layer in plan.profile.graph.order]
     for position, (before, after) in enumerate(itertools.pairwise(stages)):
         if after < before:
@@ -86,8 +86,8 @@ def parse_layer_costs(
 ) -> Profile:
     """A chain of layers from DynPipe's three files.
 
-    ``bytes_per_s`` is the link whose seconds they are: sizes follow from it, and a cluster with it gives the seconds
-    back. The last layer's communication may be left out.
+    ``bytes_per_s`` is the rate of the link that the communication times were measured on. Sizes follow from it, and a
+    cluster with this rate gives the same times. The last layer's communication may be left out.
     """
     if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
         raise FormatError(f"bytes_per_s is {bytes_per_s}; give the bandwidth of the link that was measured")

@@ -42,9 +42,9 @@ class _Node:
 
 
 def parse_graph(text: str, *, source: str, model: str, kind: str = ANY_KIND) -> tuple[Profile, dict[int, int]]:
-    """The profile in a graph.txt, and the stage of each layer for which the file has one.
+    """The profile in a graph.txt, and the stages of those layers for which the file has one.
 
-    A layer per node, in the file's order; ``kind`` names the device that was measured, which the file does not.
+    There is one layer per node, in the file's order. ``kind`` names the measured device, which the file does not.
     """
     nodes: dict[str, _Node] = {}
     edges: dict[tuple[str, str], int] = {}
@@ -75,10 +75,10 @@ def parse_graph(text: str, *, source: str, model: str, kind: str = ANY_KIND) -> 
 
 
 def graph_text(profile: Profile, stage_of_layer: Mapping[int, int] | None = None, kind: str | None = None) -> str:
-    """The graph.txt of a profile, with the times of ``kind`` (its first, if not given).
+    """The graph.txt of a profile, with the times of ``kind`` (by default the first).
 
-    Reading it again gives back a profile that came from a graph.txt. What the format has no place for is left out:
-    how a backward divides, updates, optimizer state, what autograd keeps, ties.
+    Reading it gives back a profile that came from a graph.txt. What the format cannot express is left out: the halves
+    of a backward, updates, optimizer state, what autograd keeps, shared parameters.
     """
     seconds = profile.seconds_on(kind or next(iter(profile.seconds)))
     graph, stages = profile.graph, stage_of_layer or {}
@@ -161,7 +161,7 @@ def _parse_edge(line: str, where: str) -> tuple[str, str]:
 
 
 def _consumers(nodes: Mapping[str, _Node], edges: Mapping[tuple[str, str], int], source: str) -> dict[str, list[str]]:
-    """Who reads each node: those of the edges in their order, then the nodes that nobody reads."""
+    """The readers of each node. Nodes come in the order of the edges, those without readers last."""
     if not nodes:
         raise FormatError(f"{source}: no node; expected lines of the form {_NODE_FORM}")
     found: dict[str, list[str]] = {}
@@ -181,7 +181,7 @@ def _consumers(nodes: Mapping[str, _Node], edges: Mapping[tuple[str, str], int],
 
 
 def _layer_ids(names: Sequence[str]) -> dict[str, int]:
-    """The number in ``node12``, or the order of appearance where some node is not called so."""
+    """The number in ``node12``, or the order of appearance if some node has another kind of name."""
     matches = [_NUMBERED.fullmatch(name) for name in names]
     if all(matches):
         return {match[0]: int(match[1]) for match in matches if match}
@@ -216,7 +216,7 @@ def _layer_graph(
 
 
 def _node_names(layers: Sequence[Layer]) -> dict[int, str]:
-    """The layers' own names where a reader would take them for the same layers, else node<id>."""
+    """The layers' own names if reading them gives the same layers, otherwise node<id>."""
     plain = all(layer.name and not re.search(r"\s|--", layer.name) for layer in layers)
     own = {layer.id: layer.name for layer in layers}
     if plain and _layer_ids(list(own.values())) == {name: layer_id for layer_id, name in own.items()}:
@@ -229,7 +229,7 @@ def _description(kind: str) -> str:
 
 
 def _show_ms(seconds: float) -> str:
-    """Three decimals as PipeDream writes them, or as many as it takes to read the same seconds again."""
+    """Three decimals as PipeDream writes them, or more if needed to read the same seconds again."""
     exact = Decimal(repr(seconds)).scaleb(-MILLI)
     usual = f"{exact:.3f}"
     return usual if Decimal(usual) == exact else f"{exact:f}"

@@ -19,12 +19,12 @@ from penstock.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class StageMap:
-    """The file's own keys. Stages are text there, as JSON's keys are."""
+    """The keys of the file. Stages are text, as JSON's keys are."""
 
     module_to_stage_map: tuple[int, ...]
     stage_to_rank_map: Mapping[str, tuple[int, ...]]
     stage_to_depth_map: Mapping[str, int] | None = None
-    """microbatches that each replica takes in before its first backward"""
+    """Microbatches that each replica takes before its first backward."""
 
     def __post_init__(self) -> None:
         stages = [str(stage) for stage in range(len(self.stage_to_rank_map))]
@@ -48,7 +48,7 @@ class StageMap:
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Of each stage in order."""
+        """The ranks of each stage, in order."""
         return tuple(self.stage_to_rank_map[str(stage)] for stage in range(len(self.stage_to_rank_map)))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A plan in the words of the systems that came before."""
+"""A plan in the file formats of other systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all readers share: lines with numbers, strict numbers, JSON with the field named, cycles."""
+"""What all readers share: numbered lines, strict numbers, JSON with named fields in errors, cycles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 60
 
 
 def numbered_lines(text: str, source: str) -> list[tuple[int, str]]:
-    """The lines that hold something, with their numbers from 1; trailing blanks are cut off."""
+    """The non-empty lines with their numbers, from 1, without trailing blanks."""
     lines = [(number, line.rstrip()) for number, line in enumerate(text.split("\n"), start=1)]
     found = [(number, line) for number, line in lines if line]
     if not found:
@@ -52,19 +52,20 @@ def parse_count(text: str, where: str, most: int) -> int:
 
 
 def decode_json(cls: type[T], text: str, source: str) -> T:
-    """A dataclass whose fields are the file's own keys."""
+    """A dataclass with the keys of the file as its fields."""
     return codec.decode_from(source, cls, codec.parse_json(text, source))
 
 
 def layer_seconds(forward_s: float, backward_s: float, has_parameters: bool) -> LayerSeconds:
-    """The originals time a backward as a whole: half of it is for the weights, where there are any."""
+    """The original systems time a backward as a whole. Half of it is for the weights, if there are any."""
     weight_s = backward_s / 2 if has_parameters else 0.0
     return LayerSeconds(forward_s=forward_s, backward_input_s=backward_s - weight_s, backward_weight_s=weight_s)
 
 
 def find_cycle(successors: Mapping[T, Collection[T]]) -> tuple[T, ...]:
-    """The nodes of one cycle in the direction of the edges, first and last the same; empty where there is none."""
-    # graphlib wants predecessors; fed with successors it finds the same cycles, told in reverse.
+    """The nodes of one cycle in the direction of the edges, with the first node repeated at the end; empty if there is
+    none."""
+    # graphlib expects predecessors; with successors it finds the same cycles in reverse.
     try:
         graphlib.TopologicalSorter(successors).prepare()
     except graphlib.CycleError as error:
@@ -73,6 +74,6 @@ def find_cycle(successors: Mapping[T, Collection[T]]) -> tuple[T, ...]:
 
 
 def shorten(text: str) -> str:
-    """For an error, which is one line whatever the file holds."""
+    """Text for an error message, which must stay one line whatever the file contains."""
     shown = "".join(letter if letter.isprintable() or letter == "\t" else "?" for letter in text)
     return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."

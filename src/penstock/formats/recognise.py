@@ -1,4 +1,4 @@
-"""Reads whatever profile or cluster a file holds, known by its content rather than by its name."""
+"""Reads a profile or a cluster from a file of any known format, recognised by its content rather than its name."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def read_profile(path: Path) -> Profile:
 
 
 def read_cluster(text: str) -> Cluster:
-    """A cluster as ``parse_cluster`` reads it, or the devices of a file of another system.
+    """A cluster as ``parse_cluster`` reads it, or the devices in a file of another system.
 
-    ``servers.txt@12GB/s,1GB/s`` is a SparsePipe server file with its bandwidths, inside a server and between them;
+    ``servers.txt@12GB/s,1GB/s`` is a SparsePipe server file with its bandwidths, inside a server and between servers.
     ``placement.json`` is a dnn-partitioning file, which has its own.
     """
     file, _, rates = text.rpartition("@")
@@ -79,7 +79,8 @@ def _from_servers(text: str, path: Path) -> Profile:
 
 
 def _find(server_file: Path, profile_path: str) -> tuple[Path, str]:
-    """A profile beside the server file, or a directory above it, from where SparsePipe's own files name theirs."""
+    """A profile next to the server file or in a directory above it, which the paths in SparsePipe's files start
+    from."""
     problems = []
     for directory in (server_file.parent, server_file.parent / ".."):
         try:
@@ -92,5 +93,5 @@ def _find(server_file: Path, profile_path: str) -> tuple[Path, str]:
 
 
 def _model_name(path: Path) -> str:
-    """The file's name, or its directory's where it is one of the many called graph.txt."""
+    """The file's name; for a graph.txt, the name of its directory."""
     return path.stem if path.stem != "graph" else path.absolute().parent.name or path.stem

@@ -20,7 +20,7 @@ class ServerDevices:
     kind: str
     count: int
     profile_path: str
-    """as the file gives it"""
+    """The path as the file gives it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +63,16 @@ def parse_servers(text: str, source: str) -> tuple[Server, ...]:
 
 
 def profile_paths(servers: Sequence[Server]) -> dict[str, str]:
-    """Device kind -> its profile, in the file's order."""
+    """The profile path of each device kind, in the file's order."""
     return {group.kind: group.profile_path for server in servers for group in server.devices}
 
 
 def cluster_of_servers(servers: Sequence[Server], bytes_per_s: Sequence[float], name: str = FRONT_END) -> Cluster:
-    """The cluster, devices in the file's order; the bandwidth inside a server, and between them if there are several.
+    """The cluster, with devices in the file's order, the bandwidth inside a server and, if there are several, between
+    them.
 
-    One bandwidth alone joins all devices at it, wherever they are: the way to state servers of unequal size, which
-    levels cannot express.
+    A single bandwidth joins all devices equally. That is how to describe servers of unequal size, which levels cannot
+    express.
     """
     sizes = [server.num_devices for server in servers]
     counts = " and ".join(map(str, sorted(set(sizes))))
@@ -96,8 +97,8 @@ def cluster_of_servers(servers: Sequence[Server], bytes_per_s: Sequence[float], 
 def merge_kinds(profiles: Mapping[str, Profile]) -> Profile:
     """One profile with the seconds of several device kinds, from one profile per kind of the same model.
 
-    The same nodes, edges, modules and parameters, that is. Sizes of activations may differ, as they do where the data
-    is sparse and every device measured its own sample: the largest counts.
+    Nodes, edges, modules and parameters must be the same. Sizes of activations may differ, as for sparse data of which
+    every device measured its own sample: the largest counts.
     """
     if not profiles:
         raise ProfileError("no profile to merge; give one for each device kind")
@@ -129,7 +130,8 @@ class _Node:
 
 
 def _nodes(graph: LayerGraph) -> dict[str, _Node]:
-    """What must agree. Versions of a library print a module's arguments differently, so its name alone counts."""
+    """What must agree between profiles. Library versions print a module's arguments differently, so only its name
+    counts."""
     name_of = {layer.id: layer.name for layer in graph.layers}
     return {
         layer.name: _Node(

@@ -1,4 +1,4 @@
-"""Seconds that no plan can beat, whatever its cuts and placement."""
+"""Lower bounds: seconds that no plan can beat, whatever its cuts and placement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.cost import CostModel
+from penstock.cost import CostModel, ring_allreduce
 from penstock.planner.downsets import Floats
 from penstock.schedule import Family
 
@@ -17,15 +17,15 @@ PRECISION = 1e-4
 
 @dataclass(frozen=True)
 class Work:
-    """Computing in units that no device does more than ``rates`` of in a second.
+    """Computing in units of work, and how many units each device does per second at most.
 
-    Kinds of devices may be good at different layers, so seconds on one are no measure of work. Here a layer weighs what
-    it takes where it is done best, beside what the whole model takes there.
+    Kinds of devices may be fast at different layers, so seconds on one device do not measure work. The work of a layer
+    is its share of the whole model's time, on the device where that share is smallest.
     """
 
     of_layer: Mapping[int, float]
     rates: tuple[float, ...]
-    """of each device of the cluster"""
+    """Units per second, for each device of the cluster."""
 
     @property
     def total(self) -> float:
@@ -48,18 +48,18 @@ def work_of(costs: CostModel, family: Family) -> Work:
 
 
 def compute_bound_s(costs: CostModel, family: Family) -> float:
-    """Seconds per microbatch if all devices shared all computing perfectly and nothing had to be moved."""
+    """Seconds per microbatch if all devices shared all computing perfectly and nothing had to be sent."""
     work = work_of(costs, family)
     return work.total / sum(work.rates)
 
 
 def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
-    """The same for devices all alike, with the averaging that replicas need, over the fastest links there are.
+    """The same bound for equal devices, with the averaging that replicas need over the fastest links of the cluster.
 
-    In a period of T a layer needs enough replicas that its computing, update and averaging fit, and each replica then
-    averages: that takes device time of its own. All layers together have the device time that there is. Averaging that
-    overlaps with a backward takes at least what is left of it after the backward: then layers need the time for all
-    but averaging, and that for all but a backward.
+    In a period of T, a layer needs enough replicas that its computing, update and averaging fit. Each replica also
+    averages, which takes device time. The device time of all layers must fit into that of all devices. If averaging
+    overlaps with a backward, only what is left of it after the backward counts. A period must then be possible in two
+    cases: without any averaging, and with averaging in place of the backward that hides it.
     """
     devices, graph = len(costs.cluster.devices), costs.profile.graph
     if len(set(costs.cluster.devices)) > 1 or not family.trains:
@@ -67,21 +67,20 @@ def area_bound_s(costs: CostModel, family: Family, microbatches: int) -> float:
     layers = [layer.id for layer in graph.layers]
     compute_s = np.array([costs.microbatch_s([n], 0, family) for n in layers])
     update_s = np.array([costs.update_s([n], 0, stashed=False) for n in layers])
-    rate = max(level.ring.bytes_per_s for level in costs.cluster.levels)
+    fastest = max((level.ring for level in costs.cluster.levels), key=lambda ring: ring.bytes_per_s)
     users = Counter(name for layer in graph.layers for name in layer.parameters)
     own = [[p for p in graph.parameters_of([n]) if users[p.name] == 1] for n in layers]
-    wire_s = np.array([2 * sum(p.num_bytes for p in parameters) / rate for parameters in own])
-
+    own_bytes = np.array([sum(p.num_bytes for p in parameters) for parameters in own])
     backward_s = np.array([costs.backward_s([n], 0) for n in layers])
-    # The prediction of an asynchronous plan counts averaging after the backward, that of a synchronous one is played.
+    # Predictions of asynchronous plans count averaging after the backward. Those of synchronous plans are simulated.
     overlaps = not family.asynchronous and costs.may_overlap(family)
     counted = ((0.0, 0.0), (1.0, 1.0)) if overlaps else ((0.0, 1.0),)
-    """of a backward that hides averaging, and of averaging"""
+    """Two shares for each case: of the backward that hides averaging, and of averaging."""
 
     def area_s(replicas: Floats, hidden: float, averaged: float) -> Floats:
         """Device seconds per microbatch."""
-        overhead_s = update_s + averaged * wire_s * (replicas - 1) / replicas
-        overhead_s = overhead_s - hidden * backward_s * (replicas > 1)
+        ring_s: Floats = ring_allreduce(own_bytes, replicas).occupied_s(fastest)
+        overhead_s = update_s + averaged * ring_s - hidden * backward_s * (replicas > 1)
         return compute_s + (overhead_s * replicas / microbatches if family.accumulates else overhead_s)
 
     def possible(period_s: float) -> bool:

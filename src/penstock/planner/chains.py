@@ -1,4 +1,5 @@
-"""What the planners for comparison share: stages as pairs of downsets, the step that finds them, the plan they make."""
+"""What the planners for comparison share: stages as pairs of downsets, the step that finds them, and the plan made of
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from penstock.schedule import default_depth
 
 @dataclass(frozen=True)
 class CutStage:
-    """A stage as a search sees it: two downsets, and the devices that run what lies between."""
+    """A stage in a search: two downsets, and the devices that run the layers between them."""
 
     smaller: int
     larger: int
@@ -26,10 +27,11 @@ class CutStage:
 
 
 def split_off_last(best: Floats, choice: np.ndarray[Any, Any], front: Floats, last: Floats, label: int) -> None:
-    """Where a cut makes it faster, split what lies between a start and an end in two; keep (cut, label) as the choice.
+    """Split the layers between a start and an end in two, where that is faster, and keep (cut, label) as the choice.
 
-    ``best`` and ``front`` are [start, end], for all starts or only the first few: what was found so far, and how fast
-    the layers up to a cut are. ``last`` is [end, cut]: how fast the layers from the cut on are, inf where it is no cut.
+    ``best`` and ``front`` are [start, end], for all starts or only the first few: the seconds found so far, and the
+    seconds of the layers before a cut. ``last`` is [end, cut]: the seconds of the layers after the cut, inf where there
+    can be no cut.
     """
     for start in range(min(len(best), len(last) - 1)):
         behind = slice(start + 1, None)  # the order puts every cut and every end after the start
@@ -46,7 +48,7 @@ def split_off_last(best: Floats, choice: np.ndarray[Any, Any], front: Floats, la
 def asynchronous_plan(
     profile: Profile, cluster: Cluster, downsets: Downsets, stages: Sequence[CutStage], prediction: Prediction
 ) -> Plan:
-    """The stages under PipeDream's schedule, each as deep as it needs."""
+    """The stages under PipeDream's schedule, at their usual depths."""
     plan = Plan(
         profile=profile,
         cluster=cluster,
@@ -62,24 +64,24 @@ def asynchronous_plan(
 
 
 def device_seconds(profile: Profile, kind: str, speed: float) -> dict[int, float]:
-    """Layer -> its forward and backward on a device. Model inputs cost nothing."""
+    """For each layer, seconds of its forward and backward on a device. Model inputs cost nothing."""
     rows = zip(profile.graph.layers, profile.compute_s(kind), strict=True)
     return {layer.id: seconds / speed for layer, seconds in rows}
 
 
 def compute_s_between(profile: Profile, downsets: Downsets, kind: str, speed: float = 1.0) -> Floats:
-    """[smaller, larger]: forward and backward of the layers between on one device."""
+    """[smaller, larger]: seconds of the forward and backward of the layers between, on one device."""
     seconds = device_seconds(profile, kind, speed)
     return downsets.sums_between(lambda layer: seconds[layer.id])
 
 
 def parameter_bytes(profile: Profile, layer: Layer) -> float:
-    """Each layer's own: the systems compared know no ties."""
+    """Bytes of a layer's parameters. The systems compared do not know shared parameters."""
     return float(sum(parameter.num_bytes for parameter in profile.graph.parameters_of([layer.id])))
 
 
 def lower_bound_s(profile: Profile, cluster: Cluster) -> float:
-    """What no plan undercuts: every layer at the speed of its fastest device, shared by all devices.
+    """A lower bound for all plans: every layer at the speed of its fastest device, divided among all devices.
 
     A device does at most as much of that work per second as on the layer that suits it best.
     """

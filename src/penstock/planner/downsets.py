@@ -1,8 +1,9 @@
 """The downsets of a layer graph: every place where it can be cut.
 
-A downset holds, with each layer, all layers before it. The layers of one downset that are not in a smaller one are a
-stage. A chain of n layers has n + 1 downsets; parallel branches multiply. Where they are too many, small layers that
-follow each other are taken as one until they are few enough, and at worst only the prefixes of one order are left.
+With each layer, a downset contains all layers that the layer depends on. The layers of one downset that are not in a
+smaller one are a stage. A chain of n layers has n + 1 downsets; parallel branches multiply them. If there are too many,
+small consecutive layers are joined until there are few enough. At worst only the prefixes of one topological order are
+left.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 MOST_DOWNSETS = 1500
-"""A search keeps matrices of this number squared."""
+"""A search keeps matrices with the square of this number of entries."""
 
 
 @dataclass(frozen=True)
 class Downsets:
-    """Sorted so that each comes after all that it contains: the empty one first, the whole graph last."""
+    """Sorted so that each downset comes after all that it contains: the empty one first, the whole graph last."""
 
     graph: LayerGraph
     members: Bools
     """[downset, layer in the graph's order]"""
     complete: bool
-    """whether every cut of the graph is among them"""
+    """Whether every cut of the graph is included."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -84,14 +85,14 @@ class Downsets:
         return shared + _product(waiting, read, len(self))
 
     def _sent_values(self) -> Iterator[tuple[Value, Bools, Any]]:
-        """Values that a stage may have to send, each with [downset] whether it is made inside, and by how many read."""
-        for value in self.graph.values:
-            if value.consumers and not self.graph.by_id[value.producer].is_input:
-                read = self.members[:, [self._row[consumer] for consumer in value.consumers]].sum(axis=1)
-                yield value, self.members[:, self._row[value.producer]], read
+        """Values that a stage may have to send; for each, by [downset], whether it is made inside and how many of its
+        readers are inside."""
+        for value in self.graph.sent_values:
+            read = self.members[:, [self._row[consumer] for consumer in value.consumers]].sum(axis=1)
+            yield value, self.members[:, self._row[value.producer]], read
 
     def parts_any_of(self, groups: Sequence[Sequence[int]]) -> Bools:
-        """[downset]: whether it holds some but not all of the layers of any of these groups."""
+        """[downset]: whether it has some but not all of the layers of any of these groups."""
         parts = np.zeros(len(self), dtype=bool)
         for group in groups:
             held = self.members[:, [self._row[layer] for layer in group]]
@@ -109,10 +110,10 @@ class Downsets:
 
 
 def find_downsets(graph: LayerGraph, weights: Mapping[int, float], most: int = MOST_DOWNSETS) -> Downsets:
-    """At most ``most`` downsets, all of them if they are no more, but for those that an opaque value would cross.
+    """At most ``most`` downsets; all of them if there are no more. Cuts that an opaque value would cross are left out.
 
-    ``weights`` says what each layer costs. Model inputs come along with whatever reads them first, and a layer that
-    costs nothing and that nobody reads with the layer it reads from: neither loses a plan worth having.
+    ``weights`` has the cost of each layer. Model inputs are in the same stage as their first reader. A layer without
+    cost and without readers is in the same stage as the layer that it reads from. Neither excludes a useful plan.
     """
     blocks = _Blocks(graph, weights)
     found = blocks.downsets(most)
@@ -125,7 +126,7 @@ def find_downsets(graph: LayerGraph, weights: Mapping[int, float], most: int = M
     width = (len(graph.layers) + 7) // 8
     packed = np.array([list(mask.to_bytes(width, "little")) for mask in masks], dtype=np.uint8)
     members = np.unpackbits(packed, axis=1, bitorder="little")[:, : len(graph.layers)].astype(bool)
-    members[0] = False  # nothing at all: inputs belong to the first stage that is cut off
+    members[0] = False  # the empty downset; model inputs belong to the first stage
     found_downsets = Downsets(graph, members, complete)
     unsent = found_downsets.parts_any_of([(v.producer, *v.consumers) for v in graph.values if v.opaque])
     return replace(found_downsets, members=members[~unsent])
@@ -140,13 +141,13 @@ def _product(rows: Sequence[Any], columns: Sequence[Any], size: int) -> Floats:
 
 
 class _Blocks:
-    """Layers taken together, as a graph of bit masks over the layer graph's order."""
+    """Joined layers, as a graph of bit masks over the layer graph's order."""
 
     def __init__(self, graph: LayerGraph, weights: Mapping[int, float]) -> None:
         row = {layer: index for index, layer in enumerate(graph.order)}
         self.start = sum(1 << row[layer.id] for layer in graph.layers if layer.is_input)
         self.masks: dict[int, int] = {}
-        """block -> its layers"""
+        """The layers of each block."""
         self.weights: dict[int, float] = {}
         self.after: dict[int, set[int]] = {}
         self.before: dict[int, set[int]] = {}
@@ -183,7 +184,8 @@ class _Blocks:
         return sorted(seen, key=lambda downset: (downset.bit_count(), downset))
 
     def contract(self, limit: float) -> bool:
-        """Join blocks that follow each other and nothing else, up to a weight; False if that can do no more."""
+        """Join consecutive blocks that have no other neighbours, up to a weight. Returns False if nothing was left to
+        join."""
         if limit > 4 * sum(self.weights.values()):
             return False
         for block in sorted(self.masks):
@@ -197,7 +199,7 @@ class _Blocks:
         return True
 
     def prefixes(self, most: int) -> list[int]:
-        """The downsets that one order of the blocks runs through, evenly thinned out to ``most``."""
+        """The prefixes of one order of the blocks, at most ``most`` of them, evenly spaced."""
         masks, downset = [self.start], self.start
         waiting = {block: len(before) for block, before in self.before.items()}
         ready = sorted(block for block, count in waiting.items() if count == 0)
@@ -213,7 +215,7 @@ class _Blocks:
         return [masks[index] for index in chosen] if len(masks) > most else masks
 
     def _join_parallel(self, limit: float) -> None:
-        """Blocks between the same two neighbours, which would multiply the downsets."""
+        """Join blocks between the same two neighbours, which would multiply the downsets."""
         beside: dict[tuple[frozenset[int], frozenset[int]], int] = {}
         for block in sorted(self.masks):
             key = (frozenset(self.before[block]), frozenset(self.after[block]))
@@ -222,7 +224,7 @@ class _Blocks:
                 self._merge(other, block)
 
     def _merge(self, into: int, block: int) -> None:
-        """Take ``block`` into another that is its only neighbour on one side, or lies beside it."""
+        """Merge ``block`` into another that is its only neighbour on one side, or that is parallel to it."""
         self.masks[into] |= self.masks.pop(block)
         self.weights[into] += self.weights.pop(block)
         for follower in self.after.pop(block):
@@ -241,7 +243,7 @@ class _Blocks:
 
 
 def layer_weights(graph: LayerGraph, seconds: Collection[float]) -> dict[int, float]:
-    """What each layer costs, for choosing which to take together; parameters keep a layer from counting as free."""
+    """The cost of each layer, for deciding which to join. A layer with parameters never counts as free."""
     return {
         layer.id: cost + (1e-12 if layer.parameters else 0.0) for layer, cost in zip(graph.layers, seconds, strict=True)
     }

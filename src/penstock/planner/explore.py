@@ -1,4 +1,4 @@
-"""Which search fits a request, and what it found: candidate stages, and a bound that none can beat."""
+"""Chooses the search for a request. Returns candidate stages, and a lower bound that no plan can beat."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from penstock.planner.threshold import ThresholdSearch
 from penstock.profile import Profile
 
 MANY_DEVICES = 48
-"""Beyond this, devices all alike are counted rather than placed one by one."""
+"""Above this number, equal devices are counted rather than placed one by one."""
 FEW_CELLS = 50_000
-"""Steps of placement x cuts: below this, every trade of filling time against period is tried."""
+"""Placement steps times cuts. Below this, every trade-off between fill time and period is tried."""
 PARETO_STEPS = 6
-"""Else so many periods between the fewest stages and the tightest."""
+"""Otherwise, this many periods between the plan with the fewest stages and that with the smallest period."""
 MOST_TRADE_OFFS = 100
 MOST_CELLS = 30_000_000
-"""Steps of placement x stages that are tried for each of them."""
+"""The most placement steps times stages to try for each of these periods."""
 FEWEST_CUTS = 24
 
 
@@ -36,11 +36,11 @@ class Explorer:
 
     @property
     def lower_bound_s(self) -> float:
-        """Seconds per microbatch that no plan can beat, as far as it has been proven."""
+        """Seconds per microbatch that no plan can beat, as far as this is proven."""
         return max(self._proven)
 
     def tightest(self, upper_s: float = math.inf) -> list[Found]:
-        """The stages with the smallest period, by number of devices, none slower than ``upper_s``."""
+        """The stages with the smallest period for each number of devices, none slower than ``upper_s``."""
         found: list[Found] = []
         bounds = []
         for search in self._searches:
@@ -52,19 +52,19 @@ class Explorer:
         return sorted(found, key=lambda each: (each.value_s, each.num_devices))
 
     def trade_offs(self, tightest_s: float, loosest_s: float) -> Iterator[Found]:
-        """Stages that fill quickest, for periods from the loosest to the tightest that is worth it."""
+        """Stages with the shortest fill time, for periods from the longest to the shortest that is worth trying."""
         if isinstance(self._searches[0], TableSearch):
             for search in self._coarse._tables:
                 yield from self._trade_offs(search, tightest_s, loosest_s)
 
     def quickest(self, limit_s: float) -> list[Found]:
-        """The stages with the lowest latency whose period keeps to the limit."""
+        """The stages with the lowest latency among those with a period within the limit."""
         found = [each for search in self._tables for each in search.solve(Aim.LATENCY, limit_s)]
         return sorted(found, key=lambda each: (each.value_s, each.num_devices))
 
     @cached_property
     def _coarse(self) -> Explorer:
-        """With as many cuts as can be tried several times."""
+        """The same search with fewer cuts, so that it can be repeated several times."""
         steps = sum(len(node.steps) for search in self._tables for node in search.placements.nodes)
         most = max(FEWEST_CUTS, math.isqrt(MOST_CELLS // max(steps, 1)))
         if len(self.stage_costs) <= most:
@@ -89,7 +89,7 @@ class Explorer:
 
     @cached_property
     def _proven(self) -> list[float]:
-        """What devices with any amount of memory could do, on the best links there are, bounds what these can."""
+        """A lower bound: what the devices could do with unlimited memory and the best links of the cluster."""
         bounds = [self._area_bound_s]
         if not self.stage_costs.downsets.complete:
             return bounds
@@ -150,7 +150,7 @@ class Explorer:
 
 
 def _flat(cluster: Cluster) -> Cluster:
-    """All devices joined by links as good as the best."""
+    """The cluster with all devices joined by its best links."""
     link = Level(
         size=len(cluster.devices),
         bytes_per_s=max(level.bytes_per_s for level in cluster.levels),

@@ -1,4 +1,4 @@
-"""What a user may ask of a plan beyond speed."""
+"""What a user may ask of a plan besides speed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.graph import LayerGraph
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
     replicas: tuple[int, ...] = ()
-    """of each stage, first to last; empty leaves them to the planner"""
+    """Replicas of each stage, first to last. Empty leaves them to the planner."""
     pins: tuple[tuple[str, int], ...] = ()
-    """a layer, by name or id, and the stage that it must be in"""
+    """A layer, by name or id, and the stage that it must be in."""
     together: tuple[tuple[str, str], ...] = ()
-    """two layers that no cut may part"""
+    """Two layers that no cut may separate."""
     straight: bool = False
-    """one replica per stage"""
+    """Whether every stage has one replica."""
     most_stages: int | None = None
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class Hints:
             raise PlanError(f"replicas {list(self.replicas)} and a straight pipeline contradict each other; drop one")
 
     def without_each(self) -> dict[str, Hints]:
-        """By each hint there is, as the command line has it, all the others."""
+        """For each hint, as written on the command line, all the other hints."""
         found = {}
         if self.replicas:
             found[f"--replicas {'-'.join(map(str, self.replicas))}"] = replace(self, replicas=())
@@ -52,7 +52,8 @@ class Hints:
         return len(self.replicas) or None
 
     def sizes(self, stages_behind: int, devices: int, total: int | None) -> Sequence[int]:
-        """How many devices the stage with so many behind it may have, in a pipeline of ``total`` stages if known."""
+        """How many devices the stage with so many downstream stages may have, in a pipeline of ``total`` stages if
+        known."""
         if self.most_stages is not None and stages_behind >= self.most_stages:
             return ()
         if total is not None and stages_behind >= total:
@@ -62,7 +63,7 @@ class Hints:
         return (1,) if self.straight else range(1, devices + 1)
 
     def allow(self, replicas: Sequence[int], stage_of_layer: dict[int, int], graph: LayerGraph) -> bool:
-        """Whether a pipeline keeps to them all."""
+        """Whether a pipeline satisfies all hints."""
         if self.replicas and tuple(replicas) != self.replicas:
             return False
         if self.straight and max(replicas) > 1:
@@ -80,7 +81,7 @@ class Hints:
 
 
 def parse_replicas(text: str) -> tuple[int, ...]:
-    """``0:3,1:1``: three replicas of stage 0, one of stage 1. ``3-1`` says the same."""
+    """``0:3,1:1`` means three replicas of stage 0 and one of stage 1, and so does ``3-1``."""
     parts = [part.strip() for part in text.split("-" if "-" in text else ",")]
     if "-" not in text and all(":" in part for part in parts):
         pairs = [part.split(":", 1) for part in parts]
@@ -109,7 +110,7 @@ def parse_no_cut(text: str) -> tuple[str, str]:
 
 
 def _layer(name: str, graph: LayerGraph) -> int:
-    """A layer by its name, or by its id where that is no name."""
+    """A layer by its name, or by its id if no layer has that name."""
     for layer in graph.layers:
         if layer.name == name:
             return layer.id

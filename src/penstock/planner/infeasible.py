@@ -13,11 +13,11 @@ from penstock.planner.request import Request
 from penstock.units import show_bytes
 
 HALVINGS = 7
-"""The memory that would do is found to about a hundredth."""
+"""Bisection steps: enough to find the sufficient memory to about 1%."""
 
 
 def explain_infeasible(request: Request) -> str:
-    """One sentence on the leanest plan there is, and the remedies that were seen to work."""
+    """One sentence about the plan that needs least memory, and the remedies that were found to work."""
     model, cluster = request.profile.model, request.cluster
     if request.family.layout != "once":
         return (
@@ -56,7 +56,7 @@ def explain_infeasible(request: Request) -> str:
 
 
 def _unkept(request: Request) -> str:
-    """The hints that stand in the way: each without which there is a plan, or all where it takes several."""
+    """The hints that prevent a plan: each one whose removal allows a plan, or all if several must be removed."""
     boundless = _with_memory(request, math.inf)
     without = request.hints.without_each()
     guilty = [name for name, hints in without.items() if _leanest(replace(boundless, hints=hints)) is not None]
@@ -72,7 +72,7 @@ def _excess_bytes(request: Request, plan: Plan, index: int, place: int) -> float
 
 
 def _least_memory(request: Request) -> tuple[float, Plan | None]:
-    """The smallest multiple of the devices' memory with which something fits, and what."""
+    """The smallest multiple of the devices' memory for which a plan fits, and that plan."""
     high, plan = 2.0, None
     while plan is None and high < 2**40:
         plan = _leanest(_with_memory(request, high))
@@ -123,7 +123,7 @@ def _with_memory(request: Request, times: float) -> Request:
 
 
 def _leanest(request: Request) -> Plan | None:
-    """Some plan that fits, with one microbatch in flight if need be; fastest first."""
+    """A plan that fits, if necessary with one microbatch in flight; the fastest is preferred."""
     explorers: list[Callable[[], Explorer]] = [
         lambda: Explorer(request.stage_costs, request.hints),
         lambda: Explorer(replace(request.stage_costs, deepest=1), request.hints),

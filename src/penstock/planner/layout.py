@@ -1,6 +1,6 @@
-"""Plans whose stages have their places: several on each worker, or as a schedule of the user's own has them.
+"""Plans whose schedule decides where stages are: several on each worker, or as the user's own schedule says.
 
-What is left to choose is where to cut. The search over placements does not do it: there a device has one stage.
+Only the cuts are left to choose. The search over placements cannot do that, since there a device has one stage.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from penstock.schedule import Family
 from penstock.schedule.builders import position_on
 
 MOST_LAPS = 4
-"""More stages on a worker shorten the bubble little and send much."""
+"""More stages on a worker shorten the bubble little and send much more."""
 
 Places = list[tuple[int, ...]]
 """The devices of each stage."""
 
 
 def layouts(kind: Family, num_devices: int) -> Iterator[Places]:
-    """Ways to lay stages over the devices, in their order: pipelines of any length, with as many replicas as fill the
-    rest, and several stages on each worker."""
+    """The ways to lay stages over the devices in their order: pipelines of any length, with as many replicas as fill
+    the devices, and several stages on each worker."""
     for positions in range(2, num_devices + 1):
         replicas = num_devices // positions
         teams = [tuple(range(p * replicas, (p + 1) * replicas)) for p in range(positions)]
@@ -31,7 +31,8 @@ def layouts(kind: Family, num_devices: int) -> Iterator[Places]:
 
 
 def cut_for(costs: StageCosts, places: Places) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
-    """Layers for each place so that the slowest stage or cut is as fast as can be; None where there are too few."""
+    """Layers for each stage so that the slowest stage or cut is as fast as possible; None if there are too few
+    layers."""
     every, ends = np.arange(len(costs)), []
     best = np.where(every == 0, 0.0, np.inf)
     for index, devices in enumerate(places):

@@ -38,10 +38,10 @@ from penstock.planner.downsets import Downsets, Floats, find_downsets, layer_wei
 from penstock.profile import Profile
 
 MOST_STEPS = 5e9
-"""Numbers that a search may compare: about half a minute."""
+"""Comparisons that a search may make: about half a minute."""
 
 Counts = tuple[int, ...]
-"""devices of each kind"""
+"""The number of devices of each kind."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class MaxLoadAnswer:
 @dataclass(frozen=True)
 class _Search:
     devices: tuple[Device, ...]
-    """one of each kind"""
+    """One device of each kind."""
     best: dict[Counts, Floats]
-    """devices used, all of them -> [0, downset]"""
+    """By the numbers of devices used, all of which have a stage: [0, downset]."""
     choice: dict[Counts, np.ndarray[Any, Any]]
-    """devices used -> [0, downset, (cut, kind of the last device)]"""
+    """By the numbers of devices used: [0, downset, (cut, kind of the last device)]."""
 
 
 def solve(profile: Profile, cluster: Cluster) -> MaxLoadAnswer:
@@ -78,7 +78,7 @@ def solve(profile: Profile, cluster: Cluster) -> MaxLoadAnswer:
 
 
 def max_load_plan(profile: Profile, cluster: Cluster) -> Plan:
-    """The split with the smallest maximum load, which is what a pipeline of it takes per minibatch."""
+    """The plan with the smallest maximum load, which is the time of a minibatch in its pipeline."""
     answer = solve(profile, cluster)
     need = sum(_kept_bytes(profile.graph, layer) for layer in profile.graph.layers)
     alone = [
@@ -89,7 +89,7 @@ def max_load_plan(profile: Profile, cluster: Cluster) -> Plan:
     prediction = Prediction(
         seconds_per_minibatch=answer.load_s,
         lower_bound_s=lower_bound_s(profile, cluster),
-        data_parallel_s=None,  # the objective knows no replicas
+        data_parallel_s=None,  # the objective has no replicas
         one_device_s=min(alone, default=None),
     )
     return asynchronous_plan(profile, cluster, answer.downsets, answer.stages, prediction)
@@ -103,7 +103,7 @@ def _search(profile: Profile, cluster: Cluster, downsets: Downsets) -> _Search:
             f"{cluster.name}: {len(devices)} kinds of devices can follow each other in too many ways; "
             "give devices that are nearly alike the same kind, speed and memory"
         )
-    # ends in rows: the search for the best cut then runs along memory
+    # ends are rows, so that the search for the best cut reads consecutive memory
     loads = [np.ascontiguousarray(load.T) for load in _loads_s(profile, cluster, downsets, devices)]
     best: dict[Counts, Floats] = {}
     choice: dict[Counts, np.ndarray[Any, Any]] = {}
@@ -124,7 +124,7 @@ def _search(profile: Profile, cluster: Cluster, downsets: Downsets) -> _Search:
 
 
 def _loads_s(profile: Profile, cluster: Cluster, downsets: Downsets, devices: tuple[Device, ...]) -> Iterator[Floats]:
-    """[smaller, larger] for each kind of device; inf where that is no stage or does not fit."""
+    """[smaller, larger] for each kind of device; inf if there is no stage between the two or it does not fit."""
     kept_bytes = downsets.sums_between(lambda layer: _kept_bytes(profile.graph, layer))
     transfer_s = _transferred_bytes(downsets) / min(level.bytes_per_s for level in cluster.levels)
     for device in devices:
@@ -136,20 +136,20 @@ def _loads_s(profile: Profile, cluster: Cluster, downsets: Downsets, devices: tu
 
 
 def _transferred_bytes(downsets: Downsets) -> Floats:
-    """[smaller, larger]: what the stage between receives and sends, both ways; as products of matrices, for speed."""
+    """[smaller, larger]: bytes that the stage between receives and sends, both ways; as matrix products, for speed."""
     graph, members = downsets.graph, downsets.members
     row = {layer: index for index, layer in enumerate(graph.order)}
     in_smaller, in_larger = [], []
-    for value in graph.values:
-        if not value.consumers or not value.num_bytes or graph.by_id[value.producer].is_input:
-            continue  # a stage loads model inputs for itself
+    for value in graph.sent_values:
+        if not value.num_bytes:
+            continue
         num_bytes = value.num_bytes * (2.0 if value.differentiable else 1.0)
         made = members[:, row[value.producer]]
         readers = members[:, [row[consumer] for consumer in value.consumers]].sum(axis=1)
-        # sent: not made before, made by the end, not read by all there
+        # sent: made in the stage, and not all of its readers are in it or before it
         in_smaller.append(~made)
         in_larger.append(num_bytes * (made & (readers < len(value.consumers))))
-        # received: made before, when it had so many readers, and now it has more
+        # received: made before the stage, and some of its readers are in the stage
         for count in range(len(value.consumers)):
             in_smaller.append(made & (readers == count))
             in_larger.append(num_bytes * (readers > count))
@@ -169,7 +169,7 @@ def _without(counts: Counts, kind: int) -> Counts:
 
 
 def _stages(search: _Search, counts: Counts, cluster: Cluster, larger: int) -> Iterator[CutStage]:
-    """First to last; each stage takes the first device of its kind that is free."""
+    """The stages first to last. Each takes the first free device of its kind."""
     parts = []
     while larger > 0:
         cut, kind = (int(x) for x in search.choice[counts][0, larger])

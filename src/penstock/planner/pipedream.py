@@ -31,15 +31,15 @@ from penstock.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class PipeDreamOptions:
-    """The switches of PipeDream's optimizer."""
+    """The options of PipeDream's optimizer."""
 
     straight: bool = False
-    """no replication"""
+    """Whether replication is forbidden."""
     memory_bytes: float | None = None
-    """limit of its memory test, where it is used"""
+    """The limit of its memory check, if used."""
     fewer_machines: bool = False
     compression: float | None = 1.0
-    """of activations on the wire; None counts their transfer as free"""
+    """A factor on the bytes of activations that are sent; None counts sending as free."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class PipeDreamAnswer:
 
 @dataclass(frozen=True)
 class _Quantities:
-    """[smaller, larger] matrices of what lies between two downsets."""
+    """Matrices [smaller, larger] for the layers between two downsets."""
 
     valid: Bools
     parameters: Floats
     activations: Floats
     out: Floats
-    """[downset]: bytes that cross it"""
+    """[downset]: bytes that cross the cut."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _quantities(profile: Profile, downsets: Downsets) -> tuple[Floats, _Quantiti
 
 
 def _alone_s(seconds: Any, parameter_bytes: Any, machines: int, level: Level, inside: int) -> Any:
-    """One part on so many machines of a level, gradients averaged over them."""
+    """Seconds of one part on so many machines of a level, including averaging over them."""
     averaging_s = 4 * (machines - 1) * parameter_bytes / (level.bytes_per_s * machines) / inside
     return (seconds + averaging_s) / machines
 
@@ -167,7 +167,7 @@ def _part_s(seconds: Floats, given: _Quantities, level: Level, replicas: int, op
         transfer_s = 2 * given.out / (level.bytes_per_s * replicas) / options.compression
         transfer_s[-1] = 0.0  # nothing leaves the whole graph
         part = np.maximum(part, np.maximum(transfer_s[:, None], transfer_s[None, :]))
-    return np.ascontiguousarray(part.T)  # ends in rows: the search for the best cut then runs along memory
+    return np.ascontiguousarray(part.T)  # ends are rows, so that the search for the best cut reads consecutive memory
 
 
 def _fits(stashed: Floats, times: int, options: PipeDreamOptions) -> Any:
@@ -177,7 +177,7 @@ def _fits(stashed: Floats, times: int, options: PipeDreamOptions) -> Any:
 def _stages(
     solved: list[_Solved], smaller: int, larger: int, level: int, groups: list[tuple[int, ...]]
 ) -> Iterator[CutStage]:
-    """Follow the choices down the levels. ``groups`` are the machines, one level up, that all run these layers."""
+    """Follow the choices down the levels. ``groups`` are the machines of the level above that run these layers."""
     if level < 0:
         yield CutStage(smaller, larger, tuple(device for group in groups for device in group))
         return

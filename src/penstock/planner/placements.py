@@ -1,9 +1,9 @@
 """The ways to give devices to stages, from the last stage to the first.
 
-A node is a state: which devices are free, and how near to the stage just placed the one before it must be. That
-nearness is a level of the cluster, promised when a stage is placed and kept by the next: all links between the two
-stages are then at most that level's. Devices of one kind and hosts alike are interchangeable, so states that
-differ only by such names are one. Where there are too many states nonetheless, stages take devices in one order.
+A node is a state: which devices are free, and how close the next stage (upstream) must be to the one just placed. That
+closeness is a level of the cluster, promised when a stage is placed and kept by the next: no link between the two
+stages is above that level. Equal devices and equal hosts are interchangeable, so states that differ only by their names
+are one. If there are too many states even so, stages take devices in one order.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from penstock.cluster import Cluster
 from penstock.planner.stages import Team
 
 MOST_STATES = 128
-"""Where every way to place stages is tried."""
+"""Up to so many states, every placement is tried."""
 
 Sizes = Callable[[int], Sequence[int]]
-"""The team sizes allowed for a stage with so many stages behind it."""
+"""The team sizes allowed for a stage with so many stages downstream."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One stage placed."""
+    """The placing of one stage."""
 
     target: int
-    """node"""
+    """The node that it leads to."""
     team: Team | None
-    """None leaves a device idle"""
+    """None leaves a device idle."""
     promise: int
-    """level of the links into the stage"""
+    """The highest level of the links into the stage."""
 
 
 @dataclass(slots=True)
 class Node:
     free: frozenset[int]
-    """an example of the devices that are free: others like them may be meant"""
+    """An example of a set of free devices; it stands for all sets of equal devices."""
     stages: int
-    """placed so far"""
+    """The number of stages placed so far."""
     promise: int
-    """level of the links out of the stage to come"""
+    """The highest level of the links out of the stage to be placed."""
     near: frozenset[int] | None
-    """the devices that the stage to come may have, or None for any: the group that keeps the promise"""
+    """The devices that the stage to be placed may use, since only these keep the promise; None for any."""
     steps: list[Step] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Placements:
-    """Nodes sorted so that steps lead from earlier to later ones; the first has every device free."""
+    """Nodes sorted so that steps lead from earlier to later ones. At the first node all devices are free."""
 
     cluster: Cluster
     nodes: list[Node]
     every_way: bool
-    """whether no way to place stages is missing"""
+    """Whether every placement is included."""
     choose: Callable[[Node], Iterator[tuple[tuple[int, ...], Node]]]
-    """the teams that a state allows, with the states they lead to, some more than once"""
+    """The teams that a state allows, with the states that they lead to. Some may come more than once."""
     key: Callable[[Node], object]
 
     def devices(self, path: Sequence[Step]) -> list[tuple[int, ...]]:
-        """Real devices for a chain of steps from the first node, stage by stage from the last."""
+        """The devices of each stage for a path of steps from the first node. Stages come last to first."""
         node, found, tree = self.nodes[0], [], _Tree(self.cluster)
         for step in path:
             wanted = self.key(self.nodes[step.target])
@@ -78,9 +78,9 @@ class Placements:
 
 
 def find_placements(cluster: Cluster, sizes: Sizes, *, count_stages: bool = False) -> Placements:
-    """Every way to place stages if they are not too many, else those along the order of the devices.
+    """Every placement if there are not too many, otherwise those along the order of the devices.
 
-    ``count_stages`` keeps states apart that have different numbers of stages placed.
+    ``count_stages`` distinguishes states by the number of stages placed.
     """
     tree = _Tree(cluster)
     every_way = tree.states <= MOST_STATES
@@ -119,7 +119,7 @@ def find_placements(cluster: Cluster, sizes: Sizes, *, count_stages: bool = Fals
 
 
 def _sorted(found: Placements) -> Placements:
-    """By free devices, most first."""
+    """Sorted by the number of free devices, most first."""
     order = sorted(range(len(found.nodes)), key=lambda number: (-len(found.nodes[number].free), number))
     place = {number: index for index, number in enumerate(order)}
     for node in found.nodes:
@@ -130,7 +130,7 @@ def _sorted(found: Placements) -> Placements:
 
 
 def _in_order(node: Node, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The next devices from the end of the cluster, or none: the last free one stays idle."""
+    """The next devices from the end of the cluster; or none, which leaves the last free one idle."""
     last = max(node.free, default=-1)
     for size in sizes:
         team = tuple(range(last - size + 1, last + 1))
@@ -160,7 +160,7 @@ class _Tree:
 
     @property
     def states(self) -> int:
-        """How many sets of free devices differ, about: alike groups within the whole cluster are interchangeable."""
+        """About how many distinct sets of free devices there are, if equal groups are interchangeable."""
         alike: dict[tuple[int, ...], int] = {}
         for group in self.groups:
             counts = [0] * (max(self.class_of) + 1)
@@ -174,14 +174,14 @@ class _Tree:
         return ways
 
     def shape(self, free: frozenset[int], near: frozenset[int] | None) -> object:
-        """The same for states that differ only by the names of devices and groups alike."""
+        """A key that is the same for states that differ only by the names of equal devices and groups."""
         return self._shape(self.top, 0, free, near)
 
     def _shape(self, level: int, group: int, free: frozenset[int], near: frozenset[int] | None) -> object:
         start = group * self.reach[level]
         marked = near is not None and start in near and len(near) == self.reach[level]
         members = range(start, start + self.reach[level])
-        kinds = tuple(self.class_of[device] for device in members)  # groups that were never alike stay apart
+        kinds = tuple(self.class_of[device] for device in members)  # groups that were never equal stay apart
         if level == 0:
             return marked, tuple(sorted(kinds)), tuple(sorted(self.class_of[d] for d in members if d in free))
         size = self.cluster.levels[level].size
@@ -189,7 +189,8 @@ class _Tree:
         return marked, tuple(sorted(below, key=repr))
 
     def promises(self, team: Sequence[int], free: frozenset[int]) -> Iterator[tuple[int, frozenset[int] | None]]:
-        """Levels that the links into a team may keep to, with the group that does: any, where it has devices left."""
+        """The levels that the links into a team may promise, each with the group that keeps the promise, if it has
+        devices left."""
         for level in range(self.top):
             size = self.reach[level]
             first = min(team) // size
@@ -202,7 +203,7 @@ class _Tree:
     def teams(
         self, eligible: frozenset[int], free: frozenset[int], near: frozenset[int] | None
     ) -> Iterator[tuple[int, ...]]:
-        """Subsets of the eligible devices, one of each that differ; of devices of a class in a group, the first."""
+        """The distinct subsets of the eligible devices. Of equal devices in a group, the first are taken."""
         choices: list[list[tuple[int, ...]]] = []
         shapes: list[object] = []
         for number, group in enumerate(self.groups):
@@ -210,7 +211,7 @@ class _Tree:
             for device in group:
                 if device in eligible:
                     by_class.setdefault(self.class_of[device], []).append(device)
-            members = [by_class[kind] for kind in sorted(by_class)]  # so that groups alike count alike
+            members = [by_class[kind] for kind in sorted(by_class)]  # so that equal groups have equal choices
             takes = [range(len(kind) + 1) for kind in members]
             choices.append(
                 [
@@ -230,7 +231,7 @@ class _Tree:
         taken: tuple[int, ...],
         limits: dict[object, int],
     ) -> Iterator[tuple[int, ...]]:
-        """From groups alike, no later one gives more than an earlier one."""
+        """Combinations in which, of equal groups, no later one gives more devices than an earlier one."""
         if at == len(choices):
             if taken:
                 yield tuple(sorted(taken))

@@ -1,4 +1,4 @@
-"""Chooses a plan: the best stages by the cost model, depths by the simulator, never worse than the baselines."""
+"""Chooses a plan: stages by the cost model, depths by the simulator, never predicted slower than the baselines."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def make_plan(
     custom: Sequence[str] = (),
     compress: str = "exact",
 ) -> Plan:
-    """The fastest plan found for this schedule; plain data parallelism and a single device are always candidates.
+    """The fastest plan found for this schedule. Plain data parallelism and a single device are always candidates.
 
-    ``microbatches`` per minibatch applies to synchronous schedules; by default they are chosen too. ``recompute``
-    allows a stage that does not fit to compute its forward twice. Schedule ``inference`` asks for the lowest latency
-    at ``samples_per_s`` or more. Schedule ``custom`` runs the lines of actions given, one for each worker, and so has
-    as many workers, stages and microbatches as they say. ``compress`` names the coarsest way in which values may travel
-    between workers; they do where that makes the plan faster by more than a hundredth.
+    ``microbatches`` per minibatch applies to synchronous schedules; by default the planner chooses them. ``recompute``
+    allows a stage that does not fit to compute its forward twice. Schedule ``inference`` minimises latency at
+    ``samples_per_s`` or more. Schedule ``custom`` runs the given lines of actions, one per worker, which also decide
+    the numbers of workers, stages and microbatches. ``compress`` is the coarsest compression allowed between workers;
+    it is used if it makes the plan faster by more than 1%.
     """
     check_compression(compress)
     if (schedule == "custom") != bool(custom):
@@ -69,7 +69,8 @@ def make_plan(
 
 
 def _best(request: Request, counts: Sequence[int]) -> Scored | None:
-    """Over these numbers of microbatches. Cuts are no longer tried once fewer microbatches do worse twice in a row."""
+    """The best plan over these numbers of microbatches, which come in falling order. No more cuts are tried once fewer
+    microbatches have been slower twice in a row."""
     requests = {count: replace(request, microbatches=count) for count in counts}
     chosen: Scored | None = None
     scored: list[Scored] = []
@@ -89,7 +90,7 @@ def _best(request: Request, counts: Sequence[int]) -> Scored | None:
 
 
 def _simplest(chosen: Scored, scored: Sequence[Scored], uncertainty: float) -> Scored:
-    """The chosen plan, unless a simpler one is slower by less than predictions are uncertain."""
+    """The chosen plan, unless a simpler one is slower by less than the uncertainty of predictions."""
     near = [item for item in scored if item[0] <= chosen[0] * (1 + uncertainty)]
     seconds, plan = min(near, key=lambda item: (_complexity(item[1]), item[0]), default=chosen)
     if _complexity(plan) == _complexity(chosen[1]):
@@ -110,7 +111,8 @@ def _complexity(plan: Plan) -> int:
 
 
 def _microbatch_counts(profile: Profile, cluster: Cluster, schedule: str, asked: int | None) -> list[int]:
-    """Those to try, most first: they fill a synchronous pipeline best, but each has its own latencies."""
+    """The numbers of microbatches to try, largest first. Many fill a synchronous pipeline best, but each one adds
+    latency."""
     if not family(schedule).accumulates:
         if asked not in (None, 1):
             raise PlanError(f"schedule {schedule} has no minibatch beyond the microbatch; leave --microbatches out")

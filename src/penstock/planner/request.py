@@ -1,4 +1,4 @@
-"""One request for a plan: its candidates, and what each would take."""
+"""One request for a plan: its candidates, and the predicted seconds of each."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from penstock.schedule.custom import custom_workers, parse_custom
 from penstock.simulate import simulate
 
 SIMULATED = 6
-"""Cuts that are simulated: those that promise most by the cost model alone."""
+"""How many cuts are simulated: those that are best by the cost model alone."""
 MOST_SIMULATED_WORKERS = 32
-"""A larger pipeline is trusted to keep its bottleneck's pace."""
+"""Larger pipelines are not simulated, but assumed to keep the pace of their bottleneck."""
 CONFIRMED = 1.02
-"""A simulation this near the cost model's steady state confirms it."""
+"""A simulation within this factor of the cost model's steady state confirms it."""
 CLOSE_ENOUGH = 1.01
-"""A hundredth is not worth more memory, nor more microbatches."""
+"""A gain below 1% is not worth more memory or more microbatches."""
 LONGEST_TURN = 32
-"""Minibatches after which replicas have had their turns, where that is waited for."""
+"""The longest cycle in which all replicas get equally many turns, in minibatches, that a simulation covers whole."""
 MOST_CROWDED = 3
-"""Searches for plans that send less."""
+"""How often the search is repeated for plans that send less."""
 
 Scored = tuple[float, Plan]
-"""Seconds, and the plan that takes them."""
+"""Predicted seconds, and the plan."""
 Placed = tuple[tuple[int, ...], tuple[int, ...]]
-"""Layers of a stage, and its devices."""
+"""The layers of a stage, and its devices."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A profile to plan on a cluster, under a schedule with so many microbatches in a minibatch."""
+    """A profile to plan on a cluster, under a schedule with so many microbatches per minibatch."""
 
     profile: Profile
     cluster: Cluster
@@ -55,12 +55,12 @@ class Request:
     recompute: bool = True
     samples_per_s: float | None = None
     custom: tuple[str, ...] = ()
-    """what each worker does in a minibatch, under the schedule of that name"""
+    """The actions of each worker in a minibatch, for the schedule ``custom``."""
     compress: str = "exact"
-    """the coarsest way in which values may travel between workers"""
+    """The coarsest compression allowed between workers."""
 
     def scored(self) -> list[Scored]:
-        """The baselines and the best cuts, as far as they fit and are allowed; empty where nothing is."""
+        """The baselines and the best cuts that fit and are allowed; empty if there are none."""
         scored = [*self.baselines, *(self._deepened(plan) for plan in self.cuts[:SIMULATED])]
         if not scored and self.family.asynchronous:
             scored = [self._simulated(plan) for plan in self._shallow()]
@@ -68,7 +68,7 @@ class Request:
 
     @property
     def baselines(self) -> list[Scored]:
-        """Those that are allowed."""
+        """The baselines that are allowed."""
         return [item for item in self._plain.values() if self.allowed(item[1])]
 
     @cached_property
@@ -121,7 +121,7 @@ class Request:
             microbatches=self.microbatches,
             recompute=self.recompute,
             together=self.hints.layers_together(self.profile.graph),
-            sends=self.compress,
+            compression=self.compress,
         )
 
     @cached_property
@@ -132,7 +132,7 @@ class Request:
 
     @cached_property
     def _baselines(self) -> dict[str, Plan | None]:
-        """One stage with everything: on all devices, and on the one that is fastest with it and can hold it."""
+        """All layers as one stage: on all devices, and on the fastest device that can hold it."""
         if self.custom:
             return {"data_parallel_s": None, "one_device_s": None}
         whole, devices = self.profile.graph.order, range(len(self.cluster.devices))
@@ -148,7 +148,7 @@ class Request:
 
     @cached_property
     def candidates(self) -> list[Plan]:
-        """The plans that the cost model likes best, best first."""
+        """The best plans by the cost model, best first."""
         plain = [plan for plan in self._baselines.values() if plan and self.allowed(plan)]
         return sorted([*plain, *self.cuts], key=self._rank)
 
@@ -157,10 +157,10 @@ class Request:
 
     @cached_property
     def cuts(self) -> list[Plan]:
-        """What the search finds that promises no less than the baselines, best first.
+        """The plans of the search that are not predicted slower than the baselines, best first.
 
-        It takes every cut for itself. Where other messages pass the same ports and the best plan suffers by that, it
-        looks again with links that much slower, for plans that send less.
+        The search looks at each cut by itself. If the best plan is slower because messages of other cuts pass the same
+        ports, the search is repeated with links slower by that factor, for plans that send less.
         """
         if self.family.layout != "once":
             return sorted(self._laid_out(), key=self._rank)
@@ -181,7 +181,7 @@ class Request:
             found = explorer.quickest(self.period_limit_s)
         else:
             limit_s = min((PlanCosts(plan).bottleneck_s() for plan in known), default=math.inf)
-            if not self.family.asynchronous:  # a minibatch must fill the pipeline, so some trade period for that
+            if not self.family.asynchronous:  # some plans trade a longer period for a shorter fill
                 limit_s = min((self._estimate_s(plan) / self.microbatches for plan in known), default=math.inf)
             found = explorer.tightest(limit_s)
             if found and not self.family.asynchronous:
@@ -191,7 +191,7 @@ class Request:
         return [plan for each in found for plan in self.plans_of_found(each) if self.allowed(plan)]
 
     def _laid_out(self) -> Iterator[Plan]:
-        """Where the schedule says which workers have which stages, the best cuts for each way to do so."""
+        """If the schedule decides which workers have which stages: the best cuts for each such layout."""
         ways = [custom_workers(parse_custom(self.custom))] if self.custom else layouts(self.family, self._num_devices)
         for places in ways:
             stages = cut_for(self.stage_costs, list(places))
@@ -204,9 +204,10 @@ class Request:
         return len(self.cluster.devices)
 
     def plans_of_found(self, found: Found) -> Iterator[Plan]:
-        """As it is meant to run; and with less in flight where that does not fit, or has to recompute.
+        """The plan at its usual depth and, if that does not fit or must recompute, also with fewer microbatches in
+        flight.
 
-        The search counts a device behind a stage as one microbatch, which is too few where devices differ.
+        The search counts each downstream device as one microbatch, which is too few where devices differ.
         """
         usual = self.plan_of_found(found)
         if usual:
@@ -221,10 +222,10 @@ class Request:
         return self.plan_of(stages, shallow=shallow, recompute=recompute)
 
     def plan_of(self, stages: Sequence[Placed], *, shallow: bool = False, recompute: bool | None = None) -> Plan | None:
-        """The plan with these layers on these devices, with shares and depths; None where something is too small.
+        """The plan with these layers on these devices, with shares and depths; None if a device is too small.
 
-        ``shallow`` takes as many microbatches in flight as fit, if they are fewer than keep every stage busy;
-        ``recompute`` is whether they are counted as recomputed, else as the request has it.
+        ``shallow`` takes as many microbatches in flight as fit, even if they are too few to keep every stage busy.
+        ``recompute`` says whether their memory is that of recomputed ones; by default as in the request.
         """
         sends = [self.compress] * (len(stages) - 1) + ["exact"]
         made = tuple(
@@ -249,7 +250,7 @@ class Request:
         return self._fitted(plan, [self._depth(plan, index) for index in range(len(made))])
 
     def _shares(self, layers: tuple[int, ...], devices: tuple[int, ...], *, again: bool = False) -> tuple[int, ...]:
-        """In proportion to speed."""
+        """Shares in proportion to speed."""
         kinds = list(dict.fromkeys(self.cluster.devices[device] for device in devices))
         if len(kinds) == 1:
             return (1,) * len(devices)
@@ -263,13 +264,13 @@ class Request:
         return planned_depth(self.schedule, plan.pipeline, index, plan.microbatches)
 
     def _deepest(self, plan: Plan, index: int, *, again: bool) -> int:
-        """The most in flight that fits, recomputing or not; at least one."""
+        """The most microbatches in flight that fit, with or without recomputing; at least one."""
         stage = replace(plan.stages[index], recompute=again)
         depths = range(self._depth(plan, index), 1, -1)
         return next((depth for depth in depths if self.fits(replace(stage, in_flight=depth))), 1)
 
     def _fitted(self, plan: Plan, depths: Sequence[int]) -> Plan | None:
-        """With these depths, recomputing where it must; None where a device is too small even so."""
+        """The plan with these depths, recomputing where it must; None if a device is too small even so."""
         stages = []
         for stage, depth in zip(plan.stages, depths, strict=True):
             deep = replace(stage, in_flight=depth)
@@ -299,7 +300,7 @@ class Request:
         return self.costs.stage_memory_bytes(stage, self.family, share)
 
     def _shallow(self) -> list[Plan]:
-        """Where nothing fits at the depth that keeps every stage busy: the same stages with fewer in flight."""
+        """For the case that nothing fits at the usual depth: the same stages with fewer microbatches in flight."""
         for deepest in (2, 1):
             found = Explorer(replace(self.stage_costs, deepest=deepest), self.hints).tightest()
             plans = [plan for each in found[:SIMULATED] if (plan := self.plan_of_found(each, shallow=True))]
@@ -308,7 +309,7 @@ class Request:
         return []
 
     def allowed(self, plan: Plan) -> bool:
-        """By the hints, and quick enough where that is asked for."""
+        """Whether the hints allow the plan, and whether it is fast enough if a rate is asked for."""
         replicas = [len(stage.devices) for stage in plan.stages]
         if not self.hints.allow(replicas, plan.stage_of_layer, self.profile.graph):
             return False
@@ -327,14 +328,14 @@ class Request:
         return max(costs.minibatch_s(), plan.microbatches * costs.busiest_port_s())
 
     def _simulated(self, plan: Plan) -> Scored:
-        """By the simulator, unless it confirms what the cost model says of the steady state."""
+        """The simulator's seconds, unless they confirm the cost model's steady state."""
         estimate_s = self._estimate_s(plan)
         alone = len(plan.stages) == 1 and self.family.trains and not self.family.accumulates  # nobody to wait for
         if alone or not self.family.trains or len(plan.devices) > MOST_SIMULATED_WORKERS:
             return estimate_s, plan
         first = plan.stages[0]
         minibatches = _whole_turns(plan, at_least=len(plan.devices) + 4)
-        if plan.is_asynchronous:  # long enough for a steady rate: filling and draining take what is in flight
+        if plan.is_asynchronous:  # long enough for a steady rate despite warm-up and drain
             minibatches = 4 * len(plan.devices) + 4 * plan.pipeline.round_sizes[0] * first.in_flight + 16
             minibatches = -(-minibatches // plan.microbatches) + 2
         rate = simulate(plan, minibatches).samples_per_s
@@ -344,7 +345,8 @@ class Request:
         return (estimate_s if simulated_s <= estimate_s * CONFIRMED else simulated_s), plan
 
     def _deepened(self, plan: Plan) -> Scored:
-        """More microbatches in flight than PipeDream's rule, where that brings an uneven pipeline to its pace."""
+        """The plan with more microbatches in flight than by PipeDream's rule, if that brings an uneven pipeline to its
+        pace."""
         best = self._simulated(plan)
         if not plan.is_asynchronous:
             return best
@@ -362,7 +364,7 @@ class Request:
         return best
 
     def _mildest(self, scored: Scored) -> Scored:
-        """Each stage sends as exactly as it may at no cost in time: what is rounded for nothing stays as it is."""
+        """The plan with each stage's compression as mild as possible without losing time."""
         seconds, plan = scored
         limit_s = seconds * CLOSE_ENOUGH
         for index, stage in enumerate(plan.stages):
@@ -376,13 +378,12 @@ class Request:
 
 
 def fastest(scored: Iterable[Scored]) -> Scored | None:
-    """Of equals, one on few devices."""
+    """The fastest; of equally fast ones, that with the fewest devices."""
     return min(scored, key=lambda item: (item[0], len(item[1].devices)), default=None)
 
 
 def _whole_turns(plan: Plan, *, at_least: int) -> int:
-    """So many minibatches of a synchronous schedule that in the half of them whose rate counts, replicas that differ
-    have had their turns equally often."""
+    """A number of minibatches such that, in the half that is measured, all replicas have had equally many turns."""
     turn = math.lcm(*plan.pipeline.round_sizes)
     turn //= math.gcd(turn, plan.microbatches)
     turn = turn if turn <= LONGEST_TURN else 1

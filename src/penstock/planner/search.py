@@ -1,9 +1,9 @@
-"""Finds the best stages over all cuts of the layer graph and all placements: a dynamic program from the back.
+"""Finds the best stages over all cuts of the layer graph and all placements, by a dynamic program from the last stage.
 
-``value[node][I]`` is the best way to run the layers outside the downset I on the devices that the node has given
-away. Working from the back makes a stage's in-flight depth known (it depends on the devices behind it), and with it
-the stage's memory. Entries that cannot lead to less than a limit are left out: what is inside I must still run on the
-devices that are free. With a limit near the best there is little left to do, so the limit starts there and grows.
+``value[node][I]`` is the best way to run the layers outside the downset I on the devices that the node has used. Going
+from the last stage to the first makes a stage's in-flight depth known, since it depends on the devices downstream, and
+with it the stage's memory. Entries that cannot end below a limit are dropped: the layers inside I must still run on the
+free devices. A limit close to the best leaves little to search, so the limit starts low and grows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.planner.placements import Node, Placements, Step
 from penstock.planner.stages import Block, Ints, StageCosts, Team
 
 ROUNDING = 1 + 1e-9
-"""A stage that takes just the limit does not fail by rounding."""
+"""Tolerance for stages that take exactly the limit."""
 
 
 class Aim(Enum):
@@ -40,7 +40,7 @@ class FoundStage:
     devices: tuple[int, ...]
     layers: tuple[int, ...]
     behind: int
-    """devices at work behind it"""
+    """The number of devices downstream of it."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class TableSearch:
     stage_costs: StageCosts
     placements: Placements
     num_stages: int | None = None
-    """that many and no other"""
+    """The exact number of stages, if given."""
     pins: Mapping[int, Sequence[int]] | None = None
-    """stage -> layers that must be in it; needs num_stages"""
+    """For a stage, the layers that must be in it. Needs ``num_stages``."""
 
     def tightest(self, lower_s: float, upper_s: float = math.inf) -> tuple[list[Found], float]:
-        """The smallest period, by number of devices, best first; and a bound that none is below.
+        """The stages with the smallest period, for each number of devices, best first; and a lower bound of the period.
 
-        Nothing is found if nothing is at or below ``upper_s``; ``lower_s`` must be a bound already.
+        Nothing is found if every period is above ``upper_s``. ``lower_s`` must be a valid lower bound.
         """
         limit_s, growth = max(lower_s, 0.0) * 1.01 + 1e-12, 1.05
         while True:
@@ -83,11 +83,11 @@ class TableSearch:
 
     @property
     def exact(self) -> bool:
-        """Whether no placement is missing."""
+        """Whether all placements are searched."""
         return self.placements.every_way
 
     def period_s(self, found: Found) -> float:
-        """The slowest stage or cut of what was found."""
+        """Seconds per microbatch of the slowest stage or cut."""
         slowest_s, cluster = 0.0, self.placements.cluster
         for stage, behind in zip(found.stages, [*found.stages[1:], None], strict=True):
             one = np.array([stage.begin]), np.array([stage.end])
@@ -136,7 +136,7 @@ class TableSearch:
         aim: Aim,
         limit_s: float,
     ) -> None:
-        """Place one team in front of everything that the node has placed."""
+        """Place one team upstream of everything that the node has placed."""
         node = self.placements.nodes[number]
         step = node.steps[place]
         assert step.team is not None
@@ -165,7 +165,7 @@ class TableSearch:
             choice[begins[better], 2] = ends[chosen[better]]
 
     def _with_links(self, block: Block, node: Node, step: Step, begins: Ints, ends: Ints) -> Floats:
-        """A stage's period, or that of the links out of it and into it if they are slower."""
+        """The period of a stage, or of its links upstream and downstream if they are slower."""
         assert step.team is not None
         busiest = [block.busiest(step.team, level) for level in (node.promise, step.promise)]
         out_s = self.stage_costs.cut_s[node.promise][ends][None, :] * busiest[0]
@@ -233,7 +233,8 @@ class TableSearch:
 
     @cached_property
     def _rest(self) -> dict[frozenset[int], Floats]:
-        """By the devices that are free, [downset]: its layers take at least this long on them, shared perfectly."""
+        """For each set of free devices, [downset]: a lower bound for the layers in the downset on these devices, by
+        sharing all work perfectly."""
         work = work_of(self.stage_costs.costs, self.stage_costs.family)
         inside = self.stage_costs.downsets.sums(lambda layer: work.of_layer[layer.id])
         bounds = {}

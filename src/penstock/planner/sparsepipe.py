@@ -41,12 +41,12 @@ from penstock.planner.downsets import Downsets, Floats, find_downsets, layer_wei
 from penstock.profile import Profile
 
 MOST_STEPS = 2e9
-"""Numbers that a search may compare: about ten seconds. Fewer cuts are tried where many unequal devices need more."""
+"""Comparisons that a search may make: about ten seconds. If many unequal devices need more, fewer cuts are tried."""
 MOST_DOWNSETS = 600
 FEWEST_DOWNSETS = 32
 
 Counts = tuple[int, ...]
-"""units of each kind"""
+"""The number of units of each kind."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class _Unit:
 @dataclass(frozen=True)
 class _Arrangement:
     makes: tuple[tuple[str, float], ...]
-    """the kinds of devices: name and speed"""
+    """The kinds of devices, as name and speed."""
     servers: tuple[tuple[Counts, ...], ...]
-    """at each level, the kinds of units that it makes of those below"""
+    """For each level, the kinds of units, given by what they consist of at the level below."""
     top: _Unit
-    """all devices"""
+    """The unit of all devices."""
 
 
 @dataclass(frozen=True)
@@ -83,30 +83,30 @@ class _Split:
     counts: Counts
     shares: tuple[Counts, ...]
     choice: dict[Counts, np.ndarray[Any, Any]]
-    """units to use -> [smaller, larger, (cut, share behind it)]; a cut of -1 means one stage on all of them"""
+    """By the units to use: [smaller, larger, (cut, units after it)]. A cut of -1 means one stage on all of them."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """[smaller, larger] seconds on one unit of a kind."""
+    """Seconds [smaller, larger] on one unit of a kind."""
 
     best_s: Floats
     whole_s: Floats
-    """as one stage on all its devices"""
+    """Seconds as one stage on all devices of the unit."""
     split: _Split | None = None
 
 
 @dataclass(frozen=True)
 class _Given:
     parameters: Floats
-    """[smaller, larger] bytes"""
+    """[smaller, larger]: bytes of the parameters."""
     out: Floats
-    """[downset]: bytes that cross it; none cross the whole graph"""
+    """[downset]: bytes that cross the cut; none for the whole graph."""
     straight: bool
 
 
 def solve(profile: Profile, cluster: Cluster, *, straight: bool = False) -> SparsePipeAnswer:
-    """Minimise SparsePipe's objective over all downsets and all ways to share out the devices."""
+    """Minimise SparsePipe's objective over all downsets and all ways to divide the devices."""
     arrangement = _arrange(cluster)
     first = profile.compute_s(arrangement.makes[0][0])
     weights = layer_weights(profile.graph, first)
@@ -161,7 +161,8 @@ def _arrange(cluster: Cluster) -> _Arrangement:
 
 
 def _most_downsets(arrangement: _Arrangement, cluster: Cluster) -> int:
-    """So many that the search ends soon: each state and share takes their square, below the last level their cube."""
+    """A number of downsets for which the search ends soon. Each state and share takes time in proportion to its square
+    or, below the last level, its cube."""
     most = MOST_DOWNSETS
     for index, servers in enumerate(arrangement.servers):
         pairs = sum(math.prod((count + 1) * (count + 2) // 2 for count in counts) for counts in servers)
@@ -189,11 +190,11 @@ def _solve_server(
     alone = _Alone(kinds, level, given)
     transfer_s = 2 * given.out / level.bytes_per_s
     transfers_s = np.maximum(transfer_s[:, None], transfer_s[None, :])
-    # ends in rows: the search for the best cut then runs along memory
+    # ends are rows, so that the search for the best cut reads consecutive memory
     last = {key: np.ascontiguousarray(np.maximum(alone(key), transfers_s).T) for key in map(_key, shares)}
     best: dict[Counts, Floats] = {}
     choice: dict[Counts, np.ndarray[Any, Any]] = {}
-    for state in states:  # in this order all that is left of one after a share comes before it
+    for state in states:  # in this order, what is left of a state after a share comes before the state
         best[state] = alone(_key(state))[starts].copy()
         if given.straight and sum(state) > 1:
             best[state][:] = np.inf
@@ -206,7 +207,7 @@ def _solve_server(
 
 
 _Key = tuple[tuple[int, ...], int]
-"""which kinds of units share a stage, and how many units; nothing else matters for its seconds"""
+"""The kinds of units that share a stage, and the number of units. Its seconds depend on nothing else."""
 
 
 def _key(share: Counts) -> _Key:
@@ -214,7 +215,7 @@ def _key(share: Counts) -> _Key:
 
 
 class _Alone:
-    """[smaller, larger] seconds of one stage on some of a level's units."""
+    """Seconds [smaller, larger] of one stage on some of a level's units."""
 
     def __init__(self, kinds: Sequence[_Kind], level: Level, given: _Given) -> None:
         self._kinds, self._level, self._given = kinds, level, given
@@ -245,7 +246,7 @@ class _Alone:
 def _stages(
     solved: Sequence[Sequence[_Kind]], level: int, units: Sequence[_Unit], smaller: int, larger: int
 ) -> Iterator[CutStage]:
-    """Follow the choices down the levels. All ``units`` run these layers, and split them alike if they are alike."""
+    """Follow the choices down the levels. All ``units`` run these layers, and split them equally if they are equal."""
     split = solved[level][units[0].kind].split
     if split is None or len({unit.kind for unit in units}) > 1:
         yield CutStage(smaller, larger, tuple(device for unit in units for device in unit.devices))

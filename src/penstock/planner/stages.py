@@ -1,7 +1,7 @@
-"""What a stage costs on a team of devices, for many stages at once.
+"""The costs of a stage on a team of devices, for many stages at once.
 
-A stage lies between two downsets, so whatever adds up over layers is a difference of two sums. A block of costs has
-a row for each downset where the stage may begin and a column for each where it may end.
+A stage lies between two downsets, so whatever adds up over layers is a difference of two sums. A block of costs has a
+row for each downset where a stage may begin and a column for each where it may end.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from penstock.schedule import Family
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 FEW_DOWNSETS = 64
-"""With no more, the costs of all stages on a team are kept."""
+"""Up to so many downsets, the costs of all stages on a team are cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Devices that run one stage, as far as its cost goes."""
+    """The devices of one stage, as far as its costs depend on them."""
 
     counts: tuple[int, ...]
-    """how many of each class of device"""
+    """How many devices of each class it has."""
     span: int
-    """the level of the cluster that joins them; that of one device is 0"""
+    """The level of the cluster that joins its devices; 0 for one device."""
     members: tuple[tuple[tuple[int, ...], ...], ...]
-    """of each level, the different ways in which those that it joins have some: how many of each class"""
+    """For each level, the distinct ways in which the level's members hold devices of the team: how many of each
+    class."""
 
     @classmethod
     def of(cls, devices: Sequence[int], cluster: Cluster, class_of: Sequence[int]) -> Team:
-        """``class_of`` numbers the devices of the cluster that are alike."""
+        """``class_of`` has the class of each device of the cluster; equal devices have the same one."""
         classes = range(max(class_of) + 1)
 
         def counts(some: Iterable[int]) -> tuple[int, ...]:
@@ -66,12 +67,12 @@ class Team:
         return sum(self.counts)
 
     def most_in_one(self, level: int) -> int:
-        """Devices that the fullest of a level's members has."""
+        """The largest number of devices in one member of a level."""
         return max(map(sum, self.members[level]))
 
     @property
     def kinds(self) -> list[int]:
-        """the classes that it has devices of"""
+        """The classes that it has devices of."""
         return [kind for kind, count in enumerate(self.counts) if count]
 
     @property
@@ -81,21 +82,21 @@ class Team:
 
 @dataclass(frozen=True)
 class Block:
-    """[begin, end] costs of stages on one team."""
+    """Costs of stages on one team, by [begin, end]."""
 
     period_s: Floats
-    """per microbatch, in steady state; inf where the stage is not allowed or does not fit"""
+    """Seconds per microbatch in steady state; inf if the stage is not allowed or does not fit."""
     trip_s: Floats
-    """one microbatch on the slowest replica"""
+    """Seconds of one microbatch on the slowest replica."""
     shares: Any
-    """[class of the team, begin, end]: microbatches of a round on each replica of the class"""
+    """[class of the team, begin, end]: microbatches of a round on each replica of the class."""
 
     def part(self, begin: Ints, end: Ints) -> Block:
         where = np.ix_(begin, end)
         return Block(self.period_s[where], self.trip_s[where], self.shares[:, *where])
 
     def busiest(self, team: Team, level: int) -> Any:
-        """The share of all microbatches that passes the busiest of a level's members: devices, or whole hosts."""
+        """The largest share of all microbatches that passes one member of a level: a device, or a whole host."""
         if not team.mixed:
             return team.most_in_one(level) / team.size
         loads = [self._load(team, member) for member in team.members[level]]
@@ -106,11 +107,11 @@ class Block:
         return np.einsum("cij,c->ij", self.shares, np.array([counts[kind] for kind in team.kinds]))
 
     def only(self, allowed: Bools) -> Block:
-        """The stages that are allowed; the others never end."""
+        """The same costs, with a period of inf for stages that are not allowed."""
         return replace(self, period_s=np.where(allowed, self.period_s, np.inf))
 
     def but(self, other: Block, where: Bools) -> Block:
-        """With the other's costs in some places."""
+        """The same costs, replaced by those of ``other`` in some places."""
         return Block(
             np.where(where, other.period_s, self.period_s),
             np.where(where, other.trip_s, self.trip_s),
@@ -124,26 +125,26 @@ class StageCosts:
     downsets: Downsets
     family: Family
     microbatches: int
-    """per minibatch, under a synchronous schedule"""
+    """Microbatches per minibatch, under a synchronous schedule."""
     limited: bool = True
-    """whether devices have the memory they have; without, costs are those of devices with any amount of it"""
+    """Whether the memory of devices is a limit."""
     recompute: bool = True
-    """whether a stage that does not fit may recompute its forward"""
+    """Whether a stage that does not fit may recompute its forward."""
     deepest: int | None = None
-    """most microbatches in flight on a replica"""
+    """The most microbatches in flight on a replica."""
     together: Collection[tuple[int, ...]] = ()
-    """groups of layers that must be in one stage"""
-    sends: str = "exact"
-    """how what crosses a cut travels"""
+    """Groups of layers that must be in one stage."""
+    compression: str = "exact"
+    """The compression of what crosses a cut."""
     crowding: float = 1.0
-    """how much longer it occupies its links than if nothing else passed them"""
+    """How many times as long as alone a message occupies its links, because others pass them too."""
 
     def __len__(self) -> int:
         return len(self.downsets)
 
     @cached_property
     def classes(self) -> tuple[Device, ...]:
-        """Devices that differ, the first of each."""
+        """The distinct devices of the cluster."""
         return tuple(dict.fromkeys(self.costs.cluster.devices))
 
     @cached_property
@@ -155,12 +156,12 @@ class StageCosts:
         return Team.of(devices, self.costs.cluster, self.class_of)
 
     def block(self, team: Team, behind: int, begin: Ints, end: Ints) -> Block:
-        """Costs of the stages between ``begin`` and ``end`` with so many devices at work behind them."""
+        """Costs of the stages between ``begin`` and ``end`` with ``behind`` devices downstream."""
         behind = self._told_apart(team, behind)
         if len(self) > FEW_DOWNSETS:
             return self._block(team, behind, begin, end)
         known = team.counts, team.span, behind
-        if known not in self._blocks:  # the same is asked for many times
+        if known not in self._blocks:  # asked for many times
             every = np.arange(len(self))
             self._blocks[known] = self._block(team, behind, every, every)
         return self._blocks[known].part(begin, end)
@@ -170,7 +171,7 @@ class StageCosts:
         return {}
 
     def _told_apart(self, team: Team, behind: int) -> int:
-        """The fewest devices behind that make the same depth."""
+        """The smallest number of downstream devices that gives the same depth."""
         if team.mixed:
             return behind
         return (int(self.depth(behind, team.size)) - 1) * team.size
@@ -184,8 +185,8 @@ class StageCosts:
         return block
 
     def _depths(self, team: Team, behind: int, begin: Ints, end: Ints) -> Any:
-        """By the length of the team's rounds; those behind it are one microbatch per device or longer, so where they
-        are longer a plan is deeper than this."""
+        """Depths by the length of the team's rounds. Downstream rounds have one microbatch per device or more; if more,
+        a plan is deeper than this."""
         if not team.mixed:
             return self.depth(behind, team.size)
         ways = (False, True) if self.recompute and self.family.trains else (False,)
@@ -205,11 +206,11 @@ class StageCosts:
         return slower.only(allowed & fits_again).but(plain, allowed & fits)
 
     def depth(self, behind: Any, replicas: Any) -> Any:
-        """Microbatches in flight on a replica, which stands on the devices behind it."""
+        """Microbatches in flight on a replica with so many devices downstream of its stage."""
         own = -(-self.microbatches // replicas)
         if self.family.all_forwards_first:
             return own
-        if self.family.halves:  # as many as at the first stage, which may stand on all devices
+        if self.family.halves:  # as many as at the first stage, for which all other devices are downstream
             behind = len(self.costs.cluster.devices) - replicas
         depth = -(-(behind + replicas) // replicas)
         if self.deepest is not None:
@@ -241,7 +242,7 @@ class StageCosts:
         return Block(period_s, seconds.max(axis=0), shares)
 
     def _seconds(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> Floats:
-        """[class of the team, begin, end]: of a microbatch, with what its messages take."""
+        """[class of the team, begin, end]: seconds of a microbatch, including its messages."""
         handled_s = self.handled_s[begin][:, None] + self.handled_s[end][None, :]
         own_s = np.stack([self.own_s(kind, begin, end) for kind in team.kinds])
         return self._computed_s(team, begin, end, again=again) + own_s + handled_s
@@ -250,8 +251,8 @@ class StageCosts:
         return np.stack([_difference(self.compute_s(kind, again=again), begin, end) for kind in team.kinds])
 
     def _shares(self, team: Team, begin: Ints, end: Ints, *, again: bool) -> tuple[Any, Any]:
-        """Microbatches of a round, [class of the team, begin, end], and of all its replicas together. Those of the
-        finished plan: by computing alone."""
+        """Microbatches of a round on a replica, [class of the team, begin, end], and on all replicas together. They
+        follow from computing alone, as in the finished plan."""
         counts = [team.counts[kind] for kind in team.kinds]
         shares = best_shares(self._computed_s(team, begin, end, again=again), counts)
         return shares, np.einsum("cij,c->ij", shares, np.array(counts)) if team.mixed else float(team.size)
@@ -281,23 +282,23 @@ class StageCosts:
 
     @cached_property
     def crossing_bytes(self) -> Floats:
-        """[downset]: what crosses the cut there, for one microbatch."""
-        return self.downsets.crossing_bytes(lambda value: self.costs.sent_bytes(value, self.sends))
+        """[downset]: bytes that cross the cut per microbatch."""
+        return self.downsets.crossing_bytes(lambda value: self.costs.sent_bytes(value, self.compression))
 
     @cached_property
     def handled_s(self) -> Floats:
-        """[downset]: that a worker on either side of the cut there is busy with what crosses it."""
+        """[downset]: a worker's own time for the messages across the cut, on either side."""
         seconds: Floats = self.costs.handled_s(self.crossing_bytes, self.family)
         return seconds
 
     @cached_property
     def cut_s(self) -> list[Floats]:
-        """[level][downset]: how long all that crosses the cut occupies a link of that level."""
+        """[level][downset]: seconds per microbatch that the cut occupies a link of that level."""
         return [self.crowding * message(self.crossing_bytes).occupied_s(link) for link in self.costs.cluster.links]
 
     @cached_property
     def crossing_s(self) -> list[Floats]:
-        """[level][downset]: the same, latency included: until it is there."""
+        """[level][downset]: seconds until everything across the cut has arrived, including latency."""
         return [message(self.crossing_bytes).seconds(link) for link in self.costs.cluster.links]
 
     @cached_property
@@ -306,13 +307,13 @@ class StageCosts:
 
     @cached_property
     def allowed(self) -> Bools:
-        """[begin, end]: whether that is a stage at all."""
+        """[begin, end]: whether there can be a stage between the two."""
         inside: Bools = self.downsets.contained & ~self._forbidden[None, :]
         return inside
 
     @cached_property
     def _forbidden(self) -> Bools:
-        """[downset]: a cut there would part layers that belong together."""
+        """[downset]: whether a cut there would separate layers that must stay together."""
         tied = self._tied_layers if self.family.asynchronous else []
         return self.downsets.parts_any_of([*tied, *self.together])
 
@@ -335,7 +336,8 @@ class StageCosts:
         return {}
 
     def compute_s(self, kind: int, *, again: bool = False) -> Floats:
-        """[downset]: forward and backward of all its layers on a device of this class, recomputed or not."""
+        """[downset]: seconds of forward and backward of its layers on a device of this class; ``again`` adds a second
+        forward."""
         if (kind, again) not in self._compute_sums:
             device = self.class_of.index(kind)
             self._compute_sums[kind, again] = self.downsets.sums(
@@ -348,7 +350,7 @@ class StageCosts:
         return {}
 
     def update_s(self, kind: int, *, stashed: bool) -> Floats:
-        """[downset]: the update of all its weights on a device of this class."""
+        """[downset]: seconds of the update of its weights on a device of this class."""
         if (kind, stashed) not in self._update_sums:
             device = self.class_of.index(kind)
             self._update_sums[kind, stashed] = self.downsets.sums(
@@ -357,7 +359,7 @@ class StageCosts:
         return self._update_sums[kind, stashed]
 
     def own_s(self, kind: int, begin: Ints, end: Ints) -> Floats:
-        """[begin, end]: a worker's own time per microbatch, with loading where the stage reads data."""
+        """[begin, end]: a worker's own time per microbatch, including loading if the stage reads data."""
         device = self.class_of.index(kind)
         own_s, load_s = self.costs.own_microbatch_s(device, self.family), self.costs.load_s(device)
         reads = (_difference(self._data_readers, begin, end) > 0).astype(np.float64)
@@ -369,7 +371,7 @@ class StageCosts:
         return self.costs.own_update_s(self.class_of.index(kind), stashed=stashed)
 
     def own_average_s(self, kind: int, begin: Ints, end: Ints) -> Floats:
-        """[begin, end]: a worker's own time to average its gradients."""
+        """[begin, end]: a worker's own time to average the stage's gradients."""
         device = self.class_of.index(kind)
         if kind not in self._average_sums:
             once_s = self.costs.own_average_s([], device)
@@ -384,7 +386,7 @@ class StageCosts:
 
     @cached_property
     def _data_readers(self) -> Floats:
-        """[downset]: layers in it that read data."""
+        """[downset]: the number of its layers that read data."""
         return self.downsets.sums(lambda layer: float(layer.reads_data))
 
     def parameter_bytes(self, begin: Ints, end: Ints) -> Floats:
@@ -394,7 +396,7 @@ class StageCosts:
         return self._per_parameter("state_bytes", begin, end)
 
     def _per_parameter(self, field: str, begin: Ints, end: Ints) -> Floats:
-        """A parameter that several layers of a stage share counts once."""
+        """A sum over parameters. A parameter that several layers of a stage share counts once."""
         total = _difference(self._parameter_sums[field], begin, end)
         for size, users in self._shared_parameters[field]:
             total = total + size * (users[end][None, :] > users[begin][:, None])
@@ -402,7 +404,7 @@ class StageCosts:
 
     @cached_property
     def _parameter_sums(self) -> dict[str, Floats]:
-        """Of the parameters that one layer alone has."""
+        """Sums over the parameters that only one layer uses."""
         graph = self.costs.profile.graph
         alone = {name for name, users in self._parameter_users if len(users) == 1}
 
@@ -415,7 +417,7 @@ class StageCosts:
 
     @cached_property
     def _shared_parameters(self) -> dict[str, list[tuple[float, Floats]]]:
-        """Of the others: their size, and how many of their users each downset holds."""
+        """For the parameters that several layers use: the size, and how many of these layers are in each downset."""
         by_name = self.costs.profile.graph.parameter_by_name
         found: dict[str, list[tuple[float, Floats]]] = {"num_bytes": [], "state_bytes": []}
         for name, users in self._parameter_users:
@@ -436,7 +438,7 @@ class StageCosts:
 
     @cached_property
     def _sent_bytes(self) -> Floats:
-        """[begin, end]: bytes of the values made in a stage and read behind it."""
+        """[begin, end]: bytes of the values made in a stage and read downstream."""
         return self.downsets.sent_bytes(self.costs.value_bytes)
 
 

@@ -1,9 +1,9 @@
-"""Stages for very many devices, all alike: how few of them suffice for a given period?
+"""Stages for very many equal devices: how few of them suffice for a given period?
 
-A guess T is tested by covering the graph from the back: ``used[I]`` is the smallest number of devices, counted from the
-last, on which the layers outside the downset I run with no stage and no cut slower than T per microbatch. Fewer used
-behind are never worse, so one number per downset and promised link level is enough, and halving the interval between a
-period that cannot be and one that can finds the best. How many replicas a stage needs has a closed form.
+A guess T is tested by covering the graph from the last stage: ``used[I]`` is the smallest number of devices, counted
+from the last, on which the layers outside the downset I run with no stage and no cut slower than T per microbatch.
+Using fewer devices downstream is never worse, so one number per downset and promised link level is enough. Bisection
+between an impossible and a possible period finds the best. The number of replicas of a stage has a closed form.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.cost import ring_terms
 from penstock.planner.downsets import Floats
 from penstock.planner.search import Found, FoundStage
 from penstock.planner.stages import Ints, StageCosts, Team
 
 PRECISION = 2e-3
-"""How much of the period the search may miss."""
+"""Relative precision of the period."""
 ROUNDING = 1e-9
 
 
@@ -29,7 +30,7 @@ class _Placed(NamedTuple):
     end: int
     replicas: int
     behind: int
-    """devices between its last one and the end of the cluster"""
+    """The number of devices between its last one and the end of the cluster."""
     promise_out: int
 
 
@@ -44,10 +45,10 @@ class ThresholdSearch:
         return len(self.stage_costs.costs.cluster.levels) == 1 and not self.stage_costs.has_limits
 
     def tightest(self, lower_s: float, upper_s: float = math.inf) -> tuple[list[Found], float]:
-        """The stages with the smallest period, if it is at most ``upper_s``; and a bound that none is below."""
+        """The stages with the smallest period, if it is at most ``upper_s``; and a lower bound of the period."""
         slow_s = min(upper_s, float(self._stage_compute[0, -1]) + float(self._stage_update[0, -1]) + 1e-12)
         best = self._cover(slow_s)
-        while best is None and slow_s < upper_s and slow_s < 1e12:  # links may be slower than all the computing
+        while best is None and slow_s < upper_s and slow_s < 1e12:  # links may take longer than all the computing
             slow_s = min(slow_s * 4, upper_s)
             best = self._cover(slow_s)
         if best is None:
@@ -64,7 +65,7 @@ class ThresholdSearch:
         return [Found(slow_s, self._stages(best))], max(lower_s, fast_s)
 
     def _cover(self, period_s: float) -> tuple[_Placed, ...] | None:
-        """Stages that take at most ``period_s`` on the devices there are, or None."""
+        """Stages with a period of at most ``period_s`` on the available devices, or None."""
         size, levels = len(self.stage_costs), len(self._reach)
         used = np.full((levels, size), np.inf)
         used[levels - 1, -1] = 0
@@ -87,8 +88,8 @@ class ThresholdSearch:
         return tuple(placed)
 
     def _senders(self, period_s: float, level: int) -> Floats:
-        """[downset]: replicas that suffice to send, or receive, what crosses the cut there over this level; a whole
-        group for each of its links, unless one is enough."""
+        """[downset]: how many replicas suffice to send or receive what crosses the cut over this level. If one of the
+        level's links is not enough, whole groups are counted."""
         links = np.ceil(self.stage_costs.cut_s[level] / period_s - ROUNDING)
         inside = self._reach[level - 1] if level else 1
         return np.where(links > 1, links * inside, links)
@@ -103,7 +104,7 @@ class ThresholdSearch:
         needed: list[Floats],
         enough: list[Floats],
     ) -> None:
-        """Place the stages from ``begin`` to each of the ends before what is there, over every level."""
+        """Place a stage from ``begin`` to each of ``ends``, over every level, upstream of what is placed."""
         behind = used[promise_out, ends]
         fixed = np.maximum(enough[promise_out][ends], self._memory_replicas(begin, ends, behind))
         for span, reach in enumerate(self._reach):
@@ -120,7 +121,8 @@ class ThresholdSearch:
                     )
 
     def _placed(self, replicas: Floats, behind: Floats, reach: int, promise_out: int) -> tuple[Floats, Floats]:
-        """Where each team begins, inside the group that is begun or at the start of the next, and where it ends."""
+        """Where each team begins (in the group that is partly used, or at the start of the next one) and where it
+        ends."""
         if reach >= self._devices:
             first = behind
         else:
@@ -128,7 +130,7 @@ class ThresholdSearch:
             replicas = np.where(replicas <= reach, replicas, np.inf)
         total = first + replicas
         group = self._reach[promise_out]
-        if group < self._devices:  # it must share a group with the stage behind it
+        if group < self._devices:  # it must share a group with the next stage
             near = np.floor((behind - 1) / group)
             total = np.where(np.floor((total - 1) / group) == near, total, np.inf)
         return first, total
@@ -136,19 +138,19 @@ class ThresholdSearch:
     def _replicas(self, period_s: float, level: int) -> Floats:
         """[begin, end]: fewest replicas r whose compute, update and averaging over this level take r periods.
 
-        Averaging takes 2 (r-1) (latency + bytes / r / bandwidth), so this is where a quadratic in r turns.
+        Averaging takes (r-1) (latency_s + wire_s / r), so the answer is a root of a quadratic in r.
         """
         link = self.stage_costs.costs.cluster.links[level].ring
         compute_s, weights = self._stage_compute, self._weights
-        update_s = self._stage_update + self._stage_average  # of several replicas; one has nothing to average
-        wire_s, latency_s = 2 * weights / link.bytes_per_s, 2 * link.latency_s * (weights > 0)
+        update_s = self._stage_update + self._stage_average  # for several replicas; one has nothing to average
+        latency_s, wire_s = ring_terms(weights, link)
         if not self.stage_costs.family.accumulates:
             a, b, c = latency_s - period_s, compute_s + update_s + wire_s - latency_s, -wire_s
         else:
             m = self.stage_costs.microbatches
             a, b, c = latency_s / m, (update_s + wire_s - latency_s) / m - period_s, compute_s - wire_s / m
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            # the same root in two forms: in each, two numbers alike are never taken from one another
+            # two forms of the same root: neither subtracts nearly equal numbers
             sqrt = np.sqrt(b * b - 4 * a * c)
             root = np.where(b > 0, (-b - sqrt) / (2 * a), 2 * c / (sqrt - b))
             replicas = np.where(a + b + c <= 0, 1.0, np.ceil(root - ROUNDING))
@@ -158,7 +160,8 @@ class ThresholdSearch:
         return np.where(alone_s <= period_s * (1 + ROUNDING), 1.0, np.where(good, np.maximum(replicas, 2.0), np.inf))
 
     def _memory_replicas(self, begin: int, ends: Ints, behind: Floats) -> Any:
-        """Enough replicas that each keeps few enough microbatches in flight, without recomputing."""
+        """How many replicas are needed so that each keeps few enough microbatches in flight to fit, without
+        recomputing."""
         limit = self.stage_costs.classes[0].memory_bytes
         if not self.stage_costs.has_limits or limit is None:
             return 1.0
@@ -179,7 +182,7 @@ class ThresholdSearch:
         return np.where(depth >= 1, np.maximum(replicas, 1.0), np.inf)
 
     def _period_s(self, placed: tuple[_Placed, ...]) -> float:
-        """What the stages really take: at most the period they were found for."""
+        """The actual period of the stages, which is at most the one they were found for."""
         slowest_s = 0.0
         for stage, behind in zip(placed, [*placed[1:], None], strict=True):
             block = self.stage_costs.block(
@@ -194,7 +197,7 @@ class ThresholdSearch:
         return slowest_s
 
     def _stages(self, placed: tuple[_Placed, ...]) -> tuple[FoundStage, ...]:
-        """In order, on real devices."""
+        """The stages in order, on actual devices."""
         return tuple(
             FoundStage(
                 stage.begin,
@@ -215,7 +218,8 @@ class ThresholdSearch:
         return range(end - stage.replicas, end)
 
     def _level(self, first: int, last: int) -> int:
-        """The lowest level that joins two places, counted from the end; groups are full, so they align."""
+        """The lowest level that joins two devices, given as positions from the end of the cluster. Groups are full, so
+        they align."""
         return next(level for level, reach in enumerate(self._reach) if first // reach == last // reach)
 
     @property
@@ -247,7 +251,8 @@ class ThresholdSearch:
 
     @cached_property
     def _stage_update(self) -> Floats:
-        """With a copy of the weights but for the last stage, which has none in flight at its update."""
+        """Includes a copy of the weights, except for the last stage, which has no microbatch in flight at its
+        update."""
         costs, stashed = self.stage_costs, self.stage_costs.family.asynchronous
         update_s: Floats = self._update[None, :] - self._update[:, None] + costs.own_update_s(0, stashed=stashed)
         plain = costs.update_s(0, stashed=False)

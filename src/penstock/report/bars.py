@@ -10,9 +10,9 @@ from penstock.report.svg import px, safe_text, with_colours
 
 HEIGHT, GAP, PAD = 18.0, 8.0, 16.0
 LENGTH = 360.0
-"""of the longest bar"""
+"""Length of the longest bar."""
 LETTER = 6.4
-"""about the width of one"""
+"""About the width of a letter."""
 COLOURS = 6
 
 
@@ -21,12 +21,12 @@ class Bar:
     name: str
     value: float
     shown: str
-    """what stands behind the bar"""
+    """The text after the bar."""
     colour: int = 0
 
 
 def bars_svg(bars: Sequence[Bar], *, about: str) -> str:
-    """In the order given, from the top; ``about`` is for those who cannot see them."""
+    """Bars from top to bottom in the given order. ``about`` describes them for screen readers."""
     style = resources.files("penstock.report").joinpath("chart.css").read_text(encoding="utf-8")
     left = PAD + LETTER * max(len(bar.name) for bar in bars) + 8
     right = LETTER * max(len(bar.shown) for bar in bars) + PAD + 8

@@ -1,4 +1,4 @@
-"""Lines over logarithmic or even axes, as an SVG file that follows the reader's light or dark mode."""
+"""Line charts with logarithmic or linear axes, as an SVG file that follows the reader's light or dark mode."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from itertools import pairwise
 from penstock.report.svg import px, safe_text, with_colours
 
 WIDTH, HEIGHT = 250.0, 240.0
-"""of the area that a panel's lines are in"""
+"""The area of a panel's lines."""
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 112.0, 20.0, 52.0
-"""around it, for numbers, names and the axes' labels"""
+"""The margins around that area, for numbers, names and axis labels."""
 NAME_HEIGHT = 15.0
 COLOURS = 6
 STEPS = 6
-"""about how many an even axis has"""
+"""About how many steps a linear axis has."""
 
 
 @dataclass(frozen=True)
 class Line:
     name: str
     points: tuple[tuple[float, float], ...]
-    """(x, y), both above 0 where axes are logarithmic"""
+    """Pairs (x, y), both above 0 if axes are logarithmic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Panel:
     y_label: str
     lines: tuple[Line, ...]
     even: bool = False
-    """axes in equal steps, and no mark at every point: for curves"""
+    """Whether axes are linear and points have no marks, as for curves."""
 
 
 def chart_svg(panels: Sequence[Panel], *, about: str) -> str:
-    """The panels side by side; ``about`` is for those who cannot see them."""
+    """The panels side by side. ``about`` describes them for screen readers."""
     style = resources.files("penstock.report").joinpath("chart.css").read_text(encoding="utf-8")
     panel_width = LEFT + WIDTH + RIGHT
     width, height = px(panel_width * len(panels)), px(TOP + HEIGHT + BOTTOM)
@@ -54,7 +54,7 @@ def chart_svg(panels: Sequence[Panel], *, about: str) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Where numbers are on an axis."""
+    """Maps numbers to positions on an axis."""
 
     low: float
     high: float
@@ -105,7 +105,8 @@ def _line(line: Line, x_at: _Scale, y_at: _Scale, name_x: float, name_y: float, 
 
 
 def _name_heights(panel: Panel, y_at: _Scale) -> list[float]:
-    """Beside the ends of the lines, apart from each other, and above the numbers of the axis while there is room."""
+    """Heights of the names next to the ends of their lines: apart from each other and, if there is room, above the axis
+    numbers."""
     ends = [y_at(line.points[-1][1]) for line in panel.lines]
     order = sorted(range(len(ends)), key=ends.__getitem__)
     for above, below in pairwise(order):
@@ -123,7 +124,7 @@ def _scale(numbers: Sequence[float], start: float, end: float, *, even: bool) ->
 
 
 def _even_numbers(numbers: Sequence[float]) -> list[float]:
-    """Round numbers in equal steps, from one at or below all numbers to one at or above."""
+    """Round numbers in equal steps that enclose all numbers."""
     span = max(numbers) - min(numbers) or 1.0
     power = 10.0 ** math.floor(math.log10(span / STEPS))
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= span / STEPS)
@@ -132,9 +133,9 @@ def _even_numbers(numbers: Sequence[float]) -> list[float]:
 
 
 def _round_numbers(numbers: Sequence[float]) -> list[float]:
-    """1, 2 and 5 times powers of ten, from one at or below all numbers to one at or above."""
+    """1, 2 and 5 times powers of ten that enclose all numbers."""
     low, high = math.floor(math.log10(min(numbers))), math.ceil(math.log10(max(numbers)))
-    # one further at both ends, since a logarithm is rounded
+    # one more at both ends, since logarithms are rounded
     steps = [float(f"{digit}e{power}") for power in range(low - 1, high + 2) for digit in (1, 2, 5)]
     first = max(step for step in steps if step <= min(numbers))
     last = min(step for step in steps if step >= max(numbers))

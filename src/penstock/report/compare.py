@@ -1,4 +1,4 @@
-"""Runs side by side: what each of them did, and what differs between their plans."""
+"""Runs side by side: the results of each, and how their plans differ."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from penstock.simulate.headline import as_measured
 from penstock.units import show_bytes, show_numbers, show_seconds
 
 FINAL_MINIBATCHES = 20
-"""The final loss is a mean over so many: that of a single minibatch is mostly noise."""
+"""The final loss is a mean over so many minibatches, since that of one is mostly noise."""
 MISSING = "-"
 
 Runs = Mapping[str, Outcome]
-"""Each by its name."""
+"""The outcomes of runs, by name."""
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """A run's name is that of its directory, or where two share one, the path as it was given."""
+    """The name of a run is that of its directory or, if two are equal, the path as given."""
     short = [path.resolve().name for path in paths]
     names = [str(path) if short.count(name) > 1 else name for path, name in zip(paths, short, strict=True)]
     if len(set(names)) < len(names):
@@ -63,7 +63,7 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def plan_differences(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """What is not the same in all plans: its name, and what each plan has."""
+    """What differs between plans: its name, and its value in each plan."""
     facts = [_facts(plan) for plan in plans]
     names = dict.fromkeys(name for each in facts for name in each)
     rows = [{"what": name, "values": [each.get(name, MISSING) for each in facts]} for name in names]
@@ -100,7 +100,7 @@ def _stage_in_words(plan: Plan, stage: Stage) -> str:
 
 
 def figure_rows(answer: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """The rows that a table of the runs has: what it is, and of each run how much."""
+    """The rows of a table of runs: a title, and the value of each run."""
     runs = answer["runs"]
     first = runs[0]["samples_per_s"]
 
@@ -130,7 +130,7 @@ def _shown(value: float | None, show: Any) -> str:
 
 
 def comparison_content(runs: Runs) -> dict[str, Any]:
-    """What the page shows: the answer, and the curves to overlay."""
+    """The content of the page: the answer, and the curves to overlay."""
     answer = comparison_answer(runs)
     return {
         "version": __version__,

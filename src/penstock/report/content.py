@@ -1,4 +1,4 @@
-"""What the report says, as plain data: the numbers of a run beside those predicted for it."""
+"""The content of the report as plain data: the numbers of a run and their predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.schedule import Action, Kind
 from penstock.trace import Event, Trace
 from penstock.units import show_numbers
 
-# Beyond these the page would be slow to open and the eye would see nothing more.
+# With more, the page would open slowly and show nothing more to the eye.
 MAX_EVENTS = 200_000
 MAX_LOSS_POINTS = 2_000
 
@@ -84,7 +84,7 @@ def _compare(predicted: float | None, measured: float | None) -> dict[str, float
 
 
 def _seconds(trace: Trace) -> list[dict[Kind, list[float]]]:
-    """How long each action of each worker took, by kind."""
+    """The seconds of each worker's actions, by kind."""
     seconds: list[dict[Kind, list[float]]] = [defaultdict(list) for _ in trace.workers]
     for event in trace.events:
         seconds[event.worker][event.action.kind].append(event.end_s - event.start_s)
@@ -92,12 +92,12 @@ def _seconds(trace: Trace) -> list[dict[Kind, list[float]]]:
 
 
 def _share_syncing(seconds: Sequence[dict[Kind, list[float]]], trace: Trace) -> list[float]:
-    """Of the time that is neither computing nor idle, for each worker."""
+    """The share of each worker's time that is neither computing nor idle."""
     return [sum(row.get(Kind.SYNC, ())) / trace.span_s if trace.span_s > 0 else 0.0 for row in seconds]
 
 
 def _timelines(outcome: Outcome) -> list[dict[str, Any]]:
-    """Measured and simulated, each with the moment at which the same microbatch begins in the steady state."""
+    """The measured and the simulated timeline, each with the time at which the same steady-state microbatch begins."""
     measured, measured_gap = _drawable(outcome.measured_events, _gap(outcome))
     simulated, simulated_gap = _drawable(outcome.simulated.events)
     steady = steady_microbatch(_begins_s(measured), _begins_s(simulated), outcome.plan.microbatches)
@@ -112,8 +112,8 @@ def _timelines(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def steady_microbatch(measured: Container[int], simulated: Iterable[int], microbatches: int) -> int | None:
-    """One that both traces have, after a quarter of those, which is long enough for the pipeline to fill; the first of
-    its minibatch. None where they have nothing in common."""
+    """A microbatch that both traces have, a quarter into those, when the pipeline has filled; the first of its
+    minibatch. None if the traces have no microbatch in common."""
     common = sorted(microbatch for microbatch in simulated if microbatch in measured)
     if not common:
         return None
@@ -132,7 +132,7 @@ Gap = tuple[float, float]
 
 
 def _drawable(events: Sequence[Event], gap: Gap | None = None) -> tuple[Sequence[Event], Gap | None]:
-    """Of too many to draw, those at both ends; ``gap`` is a stretch of which there are none."""
+    """If there are too many events to draw, those at both ends. ``gap`` is a stretch without events."""
     if len(events) <= MAX_EVENTS:
         return events, gap
     first, last = events[: MAX_EVENTS // 2], events[-MAX_EVENTS // 2 :]
@@ -157,14 +157,14 @@ def _timeline(
 
 
 def _gap(outcome: Outcome) -> Gap | None:
-    """From where the beginning ends to where the trace goes on."""
+    """From the end of the recorded beginning to where the trace continues."""
     if outcome.beginning is None or not outcome.beginning.events or not outcome.measured.events:
         return None
     return max(event.end_s for event in outcome.beginning.events), outcome.measured.events[0].start_s
 
 
 def _packed(events: Sequence[Event], origin_s: float) -> dict[str, Any]:
-    """Nanoseconds from each end to the next start and on to its end: far smaller than plain events."""
+    """Nanoseconds from each end to the next start, and from there to its end: far smaller than plain events."""
     gaps, lengths, last_end = [], [], 0
     for event in events:
         start, end = round((event.start_s - origin_s) * 1e9), round((event.end_s - origin_s) * 1e9)
@@ -189,7 +189,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
 
 
 def _stage(costs: PlanCosts, index: int) -> dict[str, Any]:
-    """Seconds are those of the stage's slowest replica, which the others wait for."""
+    """Seconds are those of the stage's slowest replica, for which the others wait."""
     plan, stage = costs.plan, costs.plan.stages[index]
     layers, names = _in_order(plan, stage), plan.profile.graph.by_id
     workers = plan.pipeline.workers[index]
@@ -232,7 +232,8 @@ def _in_order(plan: Plan, stage: Stage) -> list[int]:
 
 
 def _staleness(plan: Plan, result: Result) -> list[dict[str, Any]]:
-    """Of each stage: updates between a forward and the one with its gradient, and how many microbatches had each."""
+    """For each stage: the updates between a forward and the update with its gradient, and how many microbatches had
+    each number."""
     return [
         {
             "predicted": predicted.mean,
@@ -245,7 +246,7 @@ def _staleness(plan: Plan, result: Result) -> list[dict[str, Any]]:
 
 
 def loss_curve(losses: Sequence[float | None]) -> dict[str, Any]:
-    """The loss after so many minibatches; in a long run each point is a mean over as many as it takes."""
+    """The loss by minibatch. In a long run each point is a mean over several minibatches."""
     every = max(1, math.ceil(len(losses) / MAX_LOSS_POINTS))
     chunks = [losses[start : start + every] for start in range(0, len(losses), every)]
     return {
@@ -258,6 +259,6 @@ def loss_curve(losses: Sequence[float | None]) -> dict[str, Any]:
 
 
 def _mean(losses: Sequence[float | None]) -> float | None:
-    """A loss that diverged leaves a gap."""
+    """The mean; None for a loss that diverged, which leaves a gap."""
     known = [loss for loss in losses if loss is not None]
     return fmean(known) if len(known) == len(losses) else None

@@ -1,4 +1,4 @@
-"""The course of a run over time, from what it wrote down as it went, thinned to what a screen can show."""
+"""A run over time, from its progress record, reduced to what a screen can show."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.trace import Array
 
 MAX_POINTS = 400
 RATE_OVER = 10
-"""minibatches: over fewer, the moments at which they happen to end would be seen, not the pace"""
+"""Rates are over this many minibatches: over fewer, they would show at which times minibatches happen to end."""
 
 
 def course(outcome: Outcome) -> dict[str, Any] | None:
-    """None for a run that left no moments."""
+    """None for a run without progress moments."""
     moments, start = outcome.record.moments, outcome.record.start
     if start is None or len(moments) < 2:
         return None
@@ -48,7 +48,7 @@ def _chunks(moments: Sequence[Moment]) -> list[Sequence[Moment]]:
 
 
 def _rates(moments: Sequence[Moment], batch_size: int) -> list[float]:
-    """At each moment over enough of them around it, evenly on both sides."""
+    """The rate at each moment, over enough moments around it, evenly on both sides."""
     elapsed, samples = [m.at_s for m in moments], [m.samples for m in moments]
     per_moment = (samples[-1] - samples[0]) / (len(moments) - 1)
     reach = math.ceil(RATE_OVER * batch_size / (2 * per_moment)) if per_moment > 0 else 1
@@ -66,10 +66,10 @@ def _most(chunks: Sequence[Sequence[Moment]], worker: int) -> list[int | None]:
 
 
 def simulated_memory(played: Simulation, at_s: Sequence[float], minibatches: int) -> list[list[int]]:
-    """Of each worker, the most it holds in the simulation between one of these moments of a run and the next.
+    """For each worker, the most memory that the simulation holds between each of these moments and the next.
 
-    The same minibatch is at the same place: a run of ``minibatches`` until the last moment has the beginning of the
-    simulation at its own, the end at its own, and the simulation's middle, which is steady, for all between.
+    Minibatches are matched: the beginning and the end of the simulation belong to those of the run, which has
+    ``minibatches`` until the last moment. The steady middle of the simulation stands for everything between.
     """
     trace = played.trace
     if not at_s or not trace.events:
@@ -89,7 +89,7 @@ def simulated_memory(played: Simulation, at_s: Sequence[float], minibatches: int
 
 
 def _most_within(curve: Curve, begins: Array, ends: Array) -> list[int]:
-    """From each begin to its end, what is held at the begin included."""
+    """The maximum from each begin to its end, including the value at the begin."""
     order = np.argsort(curve.at_s, kind="stable")
     at_s, held = curve.at_s[order], curve.num_bytes[order]
     first = np.maximum(0, np.searchsorted(at_s, begins, side="right") - 1)

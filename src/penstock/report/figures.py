@@ -1,4 +1,4 @@
-"""The figures of a run as PNG files, for slides and papers. Needs matplotlib, which Penstock does without otherwise."""
+"""The figures of a run as PNG files, for slides and papers. Needs matplotlib, which nothing else in Penstock needs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 DOTS_PER_INCH = 150
 WIDTH_IN = 9.0
 MICROBATCHES = 12
-"""that the timeline shows from end to end"""
+"""Microbatches that the timeline shows from end to end."""
 
 
 def write_figures(path: Path, outcome: Outcome) -> list[Path]:
-    """Every figure that the run has something to show in: by its name in a directory, or all in one ``.png`` file."""
+    """Write every figure for which the run has data: as named files in a directory, or all in one ``.png`` file."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -60,7 +60,7 @@ Draw = Callable[[Any], None]
 
 
 def _figures(outcome: Outcome) -> Iterator[tuple[str, float, Draw]]:
-    """(name, height in inches, what draws it on a figure)"""
+    """Name, height in inches, and the function that draws it."""
     content, (colours, _) = report_content(outcome), page_colours()
     rows_in = 0.22 * len(outcome.measured.workers)
     yield "timeline", 1.6 + 2 * rows_in, lambda figure: _timeline(figure, outcome, content, colours)
@@ -78,7 +78,7 @@ def _figures(outcome: Outcome) -> Iterator[tuple[str, float, Draw]]:
 
 
 def _timeline(figure: Any, outcome: Outcome, content: dict[str, Any], colours: dict[str, str]) -> None:
-    """Some microbatches in the steady state, measured above simulated, both from where the same one begins."""
+    """Some microbatches in steady state, measured above simulated, both starting with the same microbatch."""
     upper, lower = figure.subplots(2, sharex=True)
     views = [
         _View(outcome.measured_events, content["traces"][0]),
@@ -168,7 +168,7 @@ def _throughput(axes: Axes, course: dict[str, Any], colours: dict[str, str]) -> 
 
 
 def _memory(figure: Any, course: dict[str, Any], names: tuple[str, ...], colours: dict[str, str]) -> None:
-    """A strip for each worker, all to one scale."""
+    """One strip per worker, all at the same scale."""
     strips = figure.subplots(len(names), sharex=True, sharey=True, squeeze=False)[:, 0]
     for worker, (axes, name) in enumerate(zip(strips, names, strict=True)):
         held = [value / 1e6 for value in _numbers(course["memory_bytes"][worker])]

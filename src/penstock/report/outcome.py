@@ -1,4 +1,4 @@
-"""All that is known of a finished run, with what the simulator predicts for it."""
+"""All that is known about a finished run, and the simulator's prediction for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.simulate import Explanation, Simulation, explain, headline, play
 from penstock.trace import Event, Trace
 
 MOST_SIMULATED = 200
-"""minibatches: enough for a steady rate"""
+"""Minibatches to simulate: enough for a steady rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Outcome:
     result: Result
     record: Record
     beginning: Trace | None = None
-    """of a run too long for its trace to have all of it, the first actions"""
+    """The first actions of a run that is too long for its trace to have all."""
 
     @property
     def plan(self) -> Plan:
@@ -36,22 +36,22 @@ class Outcome:
 
     @property
     def minibatches(self) -> int:
-        """Trained in this run."""
+        """The number of minibatches trained in this run."""
         return -(-self.result.samples // self.plan.profile.batch_size)
 
     @cached_property
     def headline(self) -> str:
-        """What bounded the run, how much workers idled and how fast the machine was, in one line."""
+        """One line: what limited the run, how much workers idled, and how fast the machine was."""
         return headline(self.played, self.measured)
 
     @cached_property
     def explanation(self) -> Explanation:
-        """Why it was faster or slower than predicted."""
+        """Why the run was faster or slower than predicted."""
         return explain(self.plan, self.measured, self.simulated)
 
     @property
     def measured_events(self) -> tuple[Event, ...]:
-        """All that is known, in order of start."""
+        """All known events, in order of start."""
         return (*(self.beginning.events if self.beginning else ()), *self.measured.events)
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""A run as a trace of ui.perfetto.dev: a row of slices for each worker, arrows for messages, memory as counters.
+"""A run as a trace for ui.perfetto.dev: a row of slices for each worker, arrows for messages, memory as counters.
 
-Perfetto's own protobuf form, of which a few messages suffice; what a message looks like is in its
-``perfetto_trace.proto``. Numbers here are the fields' there.
+The format is Perfetto's protobuf, of which a few messages suffice. They are defined in its ``perfetto_trace.proto``;
+numbers here are the field numbers there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from penstock.schedule import Action, Pipeline, dependencies
 from penstock.trace import Event
 
 BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4
-"""types of TrackEvent"""
+"""Types of TrackEvent."""
 BYTES = 3
-"""a unit of CounterDescriptor"""
+"""A unit of CounterDescriptor."""
 SEQUENCE = 1
-"""all is written by one writer"""
+"""The number of the only writer."""
 
 
 def perfetto_trace(outcome: Outcome) -> bytes:
@@ -40,7 +40,7 @@ def perfetto_trace(outcome: Outcome) -> bytes:
         if trace is outcome.measured:
             packets += _counters(outcome, process, uuids)
             packets += _marks(outcome, process, next(uuids))
-    packets.sort(key=lambda packet: packet[0])  # stable: what ends at a moment stands before what begins at it
+    packets.sort(key=lambda packet: packet[0])  # stable: an end comes before a begin at the same time
     return b"".join(_message(1, body) for _, body in packets)
 
 
@@ -60,14 +60,14 @@ def _slices(events: Sequence[Event], threads: list[int], pipeline: Pipeline, pid
 
 
 Arrows = dict[tuple[int, Action], tuple[list[int], list[int]]]
-"""(worker, action) -> flows that leave it, flows that end at it"""
+"""For each worker and action, the flows that leave it and the flows that end at it."""
 
 
 def _arrows(events: Sequence[Event], pipeline: Pipeline, pid: int) -> Arrows:
-    """An arrow from what makes a result to what needs it, where that runs on another worker: a message."""
+    """An arrow for each message: from the action that makes a result to the action that needs it on another worker."""
     makers: dict[Action, Event] = {event.action.result: event for event in events if event.action.of_microbatch}
     arrows: Arrows = {}
-    flows = count(pid << 48)  # apart from those of the other trace
+    flows = count(pid << 48)  # different from those of the other trace
     for event in events:
         for need in dependencies(event.action, pipeline):
             maker = makers.get(need)
@@ -134,7 +134,7 @@ def _text(field: int, text: str) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits to a byte, the lowest first; all but the last byte have the highest bit set."""
+    """Seven bits per byte, lowest first. All bytes but the last have the highest bit set."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

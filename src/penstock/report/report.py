@@ -1,4 +1,4 @@
-"""Writes pages: a template, its style and scripts, and the content as one block of JSON."""
+"""Writes HTML pages: a template with its style and scripts, and the content as one block of JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_comparison(path: Path, runs: Runs) -> None:
 
 
 def _page(template: str, content: dict[str, Any], parts: Mapping[str, str]) -> str:
-    """The template with its slots filled: ``{{name_js}}`` and ``{{name_css}}`` with a file, others with ``parts``."""
+    """The template with its slots filled: ``{{name_js}}`` and ``{{name_css}}`` by a file, others from ``parts``."""
 
     def filled(slot: re.Match[str]) -> str:
         name = slot[1]
@@ -45,12 +45,12 @@ def _page(template: str, content: dict[str, Any], parts: Mapping[str, str]) -> s
             return _json_for_script(content)
         return parts[name] if name in parts else _asset(".".join(name.rsplit("_", 1)))
 
-    # One pass: what is put in is never searched for slots, so a layer named {{style}} stays a name.
+    # One pass: inserted text is not searched for slots, so a layer named {{style}} stays a name.
     return _SLOT.sub(filled, _asset(template))
 
 
 def _json_for_script(content: dict[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in, whatever a layer is called."""
+    """JSON that cannot end the script element around it, whatever a layer's name is."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

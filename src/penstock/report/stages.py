@@ -1,4 +1,4 @@
-"""What is said of a stage and its actions in the same words everywhere: in tables, drawings, figures and the report."""
+"""Texts about a stage and its actions, the same in tables, drawings, figures and the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KIND_NAMES = {
 
 
 def bottleneck_text(costs: PlanCosts, stage: int) -> str:
-    """Set where a stage holds the others up, or what crosses the cut behind it does."""
+    """Not empty if the stage, or the cut after it, is the bottleneck."""
     slowest, behind = costs.bottleneck()
     if slowest != stage or len(costs.plan.stages) == 1:
         return ""

@@ -15,7 +15,7 @@ def px(length: float) -> str:
 
 
 def safe_text(text: str) -> str:
-    """Names come from files: whatever they hold is text, and XML."""
+    """Escapes names, which come from files and may contain anything."""
     return escape(_NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
@@ -28,8 +28,7 @@ def colours() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def with_colours(style: str) -> str:
-    """A style with the colours filled in, once for light and once for dark: not every viewer of SVG knows CSS
-    variables."""
+    """A style with the colours filled in, for light and for dark mode. Not every SVG viewer supports CSS variables."""
     light_values, dark_values = colours()
 
     def filled(values: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Devices that are slower for a while: for good, now and then, or just as somebody has recorded it."""
+"""Devices that are slower than profiled: permanently, at random, or as recorded."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from penstock.errors import ClusterError
 from penstock.limits import is_seconds, is_speed
 
 Change = tuple[float, int, float]
-"""From when on, which cause makes a device take how many times as long."""
+"""From this time on, this cause makes a device take so many times as long."""
 
 SHORTEST_S = 1e-6
-"""of what comes and goes at random: a simulation takes a step for each time"""
+"""The shortest mean time of random slowdowns. A simulation takes a step for each one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """One slowdown of one device: persistent where it has no end. A recording has many."""
+    """One slowdown of one device; permanent if it has no end."""
 
     device: int
     times: float
-    """as long as the profile says: 2.0 is half the speed"""
+    """How many times as long as profiled everything takes: 2.0 is half the speed."""
     start_s: float = 0.0
     end_s: float | None = None
 
@@ -46,15 +46,16 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stragglers:
-    """Transient slowdowns that come and go at random, of each device for itself; both times are exponential."""
+    """Transient slowdowns at random, independent for each device. Their lengths and the times between them are
+    exponential."""
 
     times: float
     every_s: float
-    """from the end of one to the start of the next, on average"""
+    """Mean seconds from the end of one slowdown to the start of the next."""
     lasting_s: float
-    """on average"""
+    """Mean seconds of a slowdown."""
     devices: tuple[int, ...] = ()
-    """all, if none is given"""
+    """The devices concerned; all devices if empty."""
 
     def __post_init__(self) -> None:
         _check_times(self.times)
@@ -74,7 +75,7 @@ class Stragglers:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What the devices go through while a plan is simulated. The same seed gives the same slowdowns."""
+    """The slowdowns of devices while a plan is simulated. The same seed gives the same slowdowns."""
 
     episodes: tuple[Episode, ...] = ()
     stragglers: tuple[Stragglers, ...] = ()
@@ -92,7 +93,7 @@ class Conditions:
                 )
 
     def pace_of(self, device: int) -> Pace | None:
-        """None where it is never slower."""
+        """The pace of a device, or None if it is never slower than profiled."""
         own = [each for each in self.episodes if each.device == device]
         causes = itertools.count()
         changes = [episode.changes(next(causes)) for episode in own]
@@ -106,7 +107,7 @@ CALM = Conditions()
 
 
 def parse_conditions(text: str, source: str) -> Conditions:
-    """From a TOML file, or from JSON with its format tag; ``source`` names the file."""
+    """Read conditions from TOML text, or from JSON with a format tag. ``source`` names the file in errors."""
     if not source.endswith(".toml"):
         return codec.loads(Conditions, text, source)
     data = codec.parse_toml(text, source, "see docs/simulator.md for an example")
@@ -114,7 +115,7 @@ def parse_conditions(text: str, source: str) -> Conditions:
 
 
 class Pace:
-    """How long a device takes for things, asked for in the order of time. Causes that come together multiply."""
+    """The speed of one device over time. It must be asked in the order of time. Slowdowns at the same time multiply."""
 
     def __init__(self, changes: Iterator[Change]) -> None:
         self._changes = changes
@@ -123,7 +124,7 @@ class Pace:
         self._next: Change = next(changes)
 
     def end_s(self, start_s: float, seconds: float) -> float:
-        """Of what would take so many seconds at full speed."""
+        """When something ends that takes ``seconds`` at full speed."""
         now_s = start_s
         while self._next[0] < now_s + seconds * self._times:
             if self._next[0] > now_s:

@@ -32,18 +32,18 @@ STEADY = "steady state"
 """Causes. The last is the difference between the prediction and a simulation as long as the run."""
 
 Shares = Mapping[str, float]
-"""Of a worker's time, by what it is spent on; they add up to 1."""
+"""The share of a worker's time by what it is spent on. The shares add up to 1."""
 
 
 @dataclass(frozen=True)
 class Explanation:
     cause: str
-    """The main cause, or nothing where measured and predicted agree."""
+    """The main cause, or empty if measured and predicted times agree."""
     text: str
 
 
 def explain(plan: Plan, measured: Trace, simulated: Trace) -> Explanation:
-    """Both traces are of the plan, and about as long."""
+    """Both traces are of the plan, and about equally long."""
     rates = (plan.predicted_samples_per_s or simulated.samples_per_s, measured.samples_per_s)
     if min(*rates, simulated.samples_per_s) <= 0:
         return Explanation("", "The run is too short to compare its throughput with the prediction.")
@@ -100,7 +100,7 @@ def _signed(seconds: float) -> str:
 
 
 def slowdowns(measured: Trace, simulated: Trace) -> dict[int, float]:
-    """Of each worker that computes, what one of its actions took beside what was predicted, by the mean."""
+    """For each worker that computes, the measured time of an action divided by the predicted one, on average."""
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
     found = {}
     for worker in range(len(measured.workers)):
@@ -115,7 +115,7 @@ def slowdowns(measured: Trace, simulated: Trace) -> dict[int, float]:
 
 
 def _spent(plan: Plan, trace: Trace) -> dict[int, Shares]:
-    """What each worker spends its time on, without the filling and the draining of the pipeline."""
+    """What each worker spends its time on in steady state, without warm-up and drain."""
     moments = _Moments(plan, trace)
     parts = {worker: list(moments.parts(worker)) for worker in range(len(trace.workers))}
     loading_s = [part.seconds for of_worker in parts.values() for part in of_worker if part.cause == LOADING]
@@ -124,18 +124,18 @@ def _spent(plan: Plan, trace: Trace) -> dict[int, Shares]:
 
 
 class _Part(NamedTuple):
-    """Some of a worker's time."""
+    """A part of a worker's time, and its cause."""
 
     cause: str
     seconds: float
     loads: bool = False
-    """Whether the worker loads data in it, besides what the cause says."""
+    """Whether the worker also loads data in this time."""
 
 
 def _shares(parts: Iterable[_Part], usual_loading_s: float) -> Shares:
     spent = dict.fromkeys((COMPUTING, UPDATES, AVERAGING, WAITING, MESSAGES, LOADING, BETWEEN), 0.0)
     for cause, seconds, loads in parts:
-        # A stage that also waits for a message is taken to load for as long as stages do that only load.
+        # A stage that also waits for messages is assumed to load for as long as stages that only load.
         most_s = usual_loading_s * (LONG_PAUSE if cause == LOADING else 1.0) if loads else 0.0
         spent[LOADING] += min(seconds, most_s)
         spent[BETWEEN if cause == LOADING else cause] += max(0.0, seconds - most_s)
@@ -144,14 +144,14 @@ def _shares(parts: Iterable[_Part], usual_loading_s: float) -> Shares:
 
 
 class _Moments:
-    """When the results of a trace were there."""
+    """The times at which the results of a trace were ready."""
 
     def __init__(self, plan: Plan, trace: Trace) -> None:
         self.pipeline, self._by_worker = plan.pipeline, defaultdict[int, list[Event]](list)
         self._loading = {0, len(plan.stages) - 1} | _readers_of_inputs(plan)
         self._made: dict[Action, Event] = {}
         self._met_s: dict[tuple[int, int], float] = {}
-        """Of each SYNC, when the last worker has come."""
+        """For each SYNC, the time at which the last worker is ready."""
         for event in trace.events:
             self._by_worker[event.worker].append(event)
             if event.action.kind is Kind.SYNC:
@@ -161,7 +161,7 @@ class _Moments:
                 self._made[event.action.result] = event
 
     def parts(self, worker: int) -> Iterator[_Part]:
-        """The time of a worker from action to action, in parts that leave nothing out."""
+        """The time of a worker from action to action, divided without gaps."""
         for before, event in pairwise(_steady(self._by_worker[worker])):
             action, free_s = event.action, min(before.end_s, event.start_s)
             needs = [self._made[need] for need in dependencies(action, self.pipeline) if need in self._made]
@@ -190,7 +190,7 @@ def _readers_of_inputs(plan: Plan) -> set[int]:
 
 
 def _steady(events: Sequence[Event]) -> Sequence[Event]:
-    """From one update to another, without the first and the last quarter; all, where there are fewer than two."""
+    """The events between two updates, without the first and last quarter; all if there are fewer than two updates."""
     places = {event.action.index: place for place, event in enumerate(events) if event.action.kind is Kind.STEP}
     rounds = sorted(places)
     if len(rounds) < 2:

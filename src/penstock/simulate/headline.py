@@ -13,11 +13,11 @@ from penstock.simulate.verdict import verdict_of
 from penstock.trace import Trace
 
 ALIKE = 0.1
-"""Workers whose speeds differ by less are as fast as each other."""
+"""Workers count as equally fast if their speeds differ by less than this share."""
 
 
 def headline(played: Simulation, measured: Trace) -> str:
-    """``played`` is the simulation of the plan that ``measured`` is of, about as long."""
+    """``played`` is a simulation of the plan that ``measured`` is a trace of, about equally long."""
     if not measured.events:
         return "The run left no trace, so nothing can be said of what bounded it."
     ran = as_measured(played, measured)
@@ -29,7 +29,8 @@ def headline(played: Simulation, measured: Trace) -> str:
 
 
 def as_measured(played: Simulation, measured: Trace) -> Simulation:
-    """The plan as it ran. What links carried is not measured: it is what they carry for as many microbatches."""
+    """The simulation with the measured trace. What links carried is not measured: it is simulated, scaled to the
+    microbatches of the run."""
     ran, simulated = (_forwards(trace) for trace in (measured, played.trace))
     share = ran / simulated if simulated else 0.0
     links = tuple(replace(link, carried_bytes=link.carried_bytes * share) for link in played.links)
@@ -41,7 +42,7 @@ def _forwards(trace: Trace) -> int:
 
 
 def _machine(speeds: Mapping[int, float], names: Sequence[str]) -> list[str]:
-    """How fast the workers computed, beside the profile. One that is slower than the others is named."""
+    """How fast the workers computed, compared with the profile. A worker that is slower than the others is named."""
     if not speeds:
         return []
     slowest = min(speeds, key=speeds.__getitem__)

@@ -1,5 +1,5 @@
-"""Bytes that a worker holds over time, by the formulas of the predicted peak: that is what they come to when a schedule
-has as much in flight as its plan allows."""
+"""Bytes that a worker holds over time, by the formulas of the predicted peak. The two agree when a schedule has as much
+in flight as its plan allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.trace import CODES, Array, Columns
 
 @dataclass(frozen=True)
 class Curve:
-    """``num_bytes[i]`` from ``at_s[i]`` on."""
+    """A step function: ``num_bytes[i]`` from ``at_s[i]`` on."""
 
     at_s: Array
     num_bytes: Array
@@ -25,10 +25,10 @@ class Curve:
 
 
 def memory_curve(costs: PlanCosts, schedule: Schedule, worker: int, events: Columns) -> Curve:
-    """``events`` are the worker's own, in the order of its program.
+    """``events`` are those of the worker, in program order.
 
-    A microbatch counts from the start of its forward to the end of its backward, or of that half which makes the
-    gradients of the weights. Each event has two moments, its start and its end.
+    A microbatch is held from the start of its forward to the end of its backward or, if the backward is in halves, of
+    its second half. Each event has two moments, its start and its end.
     """
     changes = np.zeros(2 * len(events))
     fixed = 0.0
@@ -43,7 +43,7 @@ def memory_curve(costs: PlanCosts, schedule: Schedule, worker: int, events: Colu
 
 @dataclass(frozen=True)
 class _Stage:
-    """What a stage adds and drops at each moment of its worker's events."""
+    """The changes of a stage's memory at each moment of its worker's events."""
 
     schedule: Schedule
     stage: int
@@ -51,7 +51,7 @@ class _Stage:
 
     @property
     def in_flight(self) -> Array:
-        """Microbatches."""
+        """Microbatches in flight at each moment."""
         changes = np.zeros(2 * len(self.events))
         changes[2 * self._places(Kind.FORWARD)] += 1
         changes[2 * self._last_of_backwards + 1] -= 1
@@ -59,8 +59,8 @@ class _Stage:
 
     @property
     def more_versions(self) -> Array:
-        """Versions of the weights beside the one that there always is. A version is there from the update that makes
-        it to the next one, and on until the last microbatch that began with it has ended; one that nobody holds is
+        """Versions of the weights besides the newest. A version is kept from the update that makes it until the next
+        update, or until the last microbatch that started with it has ended. A version that no microbatch holds is
         updated in place."""
         changes = np.zeros(2 * len(self.events))
         updates, ends = self._places(Kind.STEP), self._last_of_backwards
@@ -76,7 +76,7 @@ class _Stage:
 
     @property
     def _last_of_backwards(self) -> Array:
-        """Where microbatches end."""
+        """The places of the actions that end a microbatch."""
         return self._places(Kind.BACKWARD, Kind.WEIGHT)
 
     def _places(self, *kinds: Kind) -> Array:

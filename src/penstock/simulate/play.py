@@ -18,7 +18,7 @@ from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.schedule import Action, Kind, Schedule, execution_order
 from penstock.simulate.conditions import Conditions
-from penstock.simulate.links import Channel, Links
+from penstock.simulate.shared_links import Route, SharedLinks
 from penstock.trace import CODES, Columns, Trace, trace_of
 
 
@@ -49,7 +49,7 @@ class Way:
     inbox: Inbox
     turns: tuple[int, ...]
     num_bytes: float
-    channels: dict[int, Channel]
+    channels: dict[int, Route]
     """to each replica on another worker"""
 
 
@@ -78,7 +78,7 @@ class Meeting:
     buckets: tuple[tuple[float, float], ...]
     """gradients that travel together: the share of the last backward that has passed when they are final, and what
     passes each port of the ring, in bytes; or seconds, where its workers share cores and sum in their memory"""
-    ways: tuple[Channel, ...]
+    ways: tuple[Route, ...]
     """around the ring; or to the core of each worker"""
     end: Callable[[tuple[int, ...], float], None]
     own_s: float
@@ -100,7 +100,7 @@ class Desk:
     """Where a worker gets the actions back that it has given to a shared core."""
 
     worker: int
-    core: Channel
+    core: Route
     done: Callable[[int, float], None]
 
     def arrive(self, index: int, at_s: float) -> None:
@@ -113,7 +113,7 @@ class Player:
     def __init__(self, plan: Plan, schedule: Schedule, conditions: Conditions) -> None:
         conditions.check(plan.cluster)
         self.plan, self.schedule, self.costs = plan, schedule, PlanCosts(plan)
-        self.links = Links(plan.cluster)
+        self.links = SharedLinks(plan.cluster)
         workers = range(schedule.pipeline.num_workers)
         self._position = [0 for _ in workers]
         self._free_s = [0.0 for _ in workers]
@@ -126,13 +126,14 @@ class Player:
             for worker, core in enumerate(self.links.cores(plan.devices))
         ]
         self._runnable = list(workers)
-        self._channels: dict[tuple[int, int, Kind], Channel] = {}
+        self._channels: dict[tuple[int, int, Kind], Route] = {}
         self._tasks = self._all_tasks()
         self._meetings: dict[int, Meeting] = {}
 
     def run(self, samples: tuple[int, ...]) -> Trace:
         self._go_on()
-        for _ in self.links.run():
+        for (_, receiver, index), at_s in self.links.run():
+            receiver.arrive(index, at_s)
             self._go_on()
         programs = self.schedule.programs
         if any(at < len(program) for at, program in zip(self._position, programs, strict=True)):
@@ -275,11 +276,11 @@ class Player:
     def _way(self, stage: int, target: int, inbox: Inbox) -> Way:
         return Way(inbox, self.schedule.pipeline.turns[target], self.costs.message_bytes(stage, target), {})
 
-    def _channel(self, sender: int, receiver: int, kind: Kind) -> Channel:
+    def _channel(self, sender: int, receiver: int, kind: Kind) -> Route:
         """Messages of one direction between two workers stay in order, whichever of their stages they are of."""
         key = sender, receiver, Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD
         if key not in self._channels:
-            self._channels[key] = self.links.channel(self.plan.devices[sender], self.plan.devices[receiver])
+            self._channels[key] = self.links.route(self.plan.devices[sender], self.plan.devices[receiver])
         return self._channels[key]
 
     def _meeting(self, stage: int) -> Meeting:
@@ -290,8 +291,8 @@ class Player:
             devices = [self.plan.devices[worker] for worker in workers]
             parts = self.costs.buckets(stage) if len(together) == 1 else [(1.0, self._most_synced(together))]
             rings = [(share, ring_allreduce(num_bytes, len(workers))) for share, num_bytes in parts]
-            buckets = tuple((share, ring.messages * ring.bytes_each) for share, ring in rings)
-            ways: tuple[Channel, ...] = (self.links.ring(devices),) if any(amount for _, amount in buckets) else ()
+            buckets = tuple((share, ring.total_bytes) for share, ring in rings)
+            ways: tuple[Route, ...] = (self.links.ring(devices),) if any(amount for _, amount in buckets) else ()
             desks = [desk for desk in map(self._desks.__getitem__, workers) if desk is not None]
             if ways and len(desks) == len(workers) and len(set(map(self.plan.cluster.host, devices))) == 1:
                 link = self.plan.cluster.slowest_link(devices).ring

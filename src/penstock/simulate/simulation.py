@@ -1,4 +1,4 @@
-"""A plan as it was played: its trace, how full its links were, and what its workers held."""
+"""The result of a simulation: its trace, the load of its links, and the memory of its workers."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ class Simulation:
     schedule: Schedule
     trace: Trace
     links: tuple[LinkLoad, ...]
-    """those that carried anything"""
+    """Only links that carried anything."""
 
     @cached_property
     def costs(self) -> PlanCosts:
         return PlanCosts(self.plan)
 
     def averaging(self, worker: int) -> float:
-        """The share of the time in which it averages gradients, or waits for others to do so."""
+        """The share of time in which a worker averages gradients, or waits for others to do so."""
         return self._share(self.trace.averaging_s(worker))
 
     def bubble(self, worker: int) -> float:
-        """The share of the time in which it neither computes nor averages."""
+        """The share of time in which a worker neither computes nor averages."""
         return max(0.0, 1 - self.trace.utilisation(worker) - self.averaging(worker))
 
     def rings(self, stage: int) -> float:
-        """The share of the time in which a stage's gradients are on their way around: from when the last has come."""
+        """The share of time in which the all-reduce of a stage runs. It starts when the last worker is ready."""
         events = self.trace.columns
         together = np.isin(events.stage, self.plan.pipeline.sync_stages[stage])
         meetings = events[events.of_kind(Kind.SYNC) & together]
@@ -61,7 +61,7 @@ class Simulation:
         return self._share(float(np.minimum.reduceat(meetings.seconds, firsts).sum()))
 
     def occupied(self, link: LinkLoad) -> float:
-        """The share of the time in which a link would carry what it did at its full rate."""
+        """The bytes of a link divided by what it could have carried at full rate."""
         return self._share(link.busy_s)
 
     def memory(self, worker: int) -> Curve:
@@ -69,7 +69,7 @@ class Simulation:
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Of each worker."""
+        """Peak bytes of each worker."""
         return tuple(self.memory(worker).peak_bytes for worker in range(len(self.trace.workers)))
 
     def _share(self, seconds: float) -> float:
@@ -77,7 +77,7 @@ class Simulation:
 
 
 def play(plan: Plan, minibatches: int, conditions: Conditions = CALM) -> Simulation:
-    """So many full minibatches under the plan's own costs."""
+    """Simulate so many full minibatches with the plan's own costs."""
     batch_size = plan.profile.batch_size
     epoch = Epoch(num_samples=batch_size * minibatches, batch_size=batch_size, microbatches=plan.microbatches, seed=0)
     schedule = plan.schedule_for(epoch.minibatches)

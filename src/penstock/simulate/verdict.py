@@ -1,4 +1,4 @@
-"""What holds a plan up, in words, and what would help."""
+"""What limits the speed of a plan, in words, and what would help."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ HALF = 0.5
 @dataclass(frozen=True)
 class Verdict:
     limit: str
-    """computing, averaging, link or waiting"""
+    """One of computing, averaging, link and waiting."""
     share: float
-    """of the time in which that is busy"""
+    """The share of time in which the limiting part is busy."""
     subject: str
-    """what that is, in short: ``Stage 1``"""
+    """A short name of the limiting part, such as ``Stage 1``."""
     text: str
 
 
 def verdict_of(played: Simulation) -> Verdict:
-    """Whatever is busy for the largest share of the time; where nothing is for even half of it, everybody waits."""
+    """The limit is whatever is busy for the largest share of time. If nothing is busy for half of it, the limit is
+    waiting."""
     found = [_stage(played, stage) for stage in range(len(played.plan.stages))]
     found += [_link(played, link) for link in played.links]
     busiest = max(found, key=lambda verdict: verdict.share)
@@ -31,7 +32,7 @@ def verdict_of(played: Simulation) -> Verdict:
 
 
 def _stage(played: Simulation, stage: int) -> Verdict:
-    """A stage by its busiest replica, which the others wait for when they average."""
+    """A stage is judged by its busiest replica, for which the others wait when they average."""
     plan = played.plan
     computing = max(map(played.trace.utilisation, plan.pipeline.workers[stage]))
     averaging = played.rings(stage)

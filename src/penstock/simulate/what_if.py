@@ -1,4 +1,4 @@
-"""A plan under other circumstances: ``bandwidth=x10``, ``speed@device:3=x0.5,schedule=1f1b``."""
+"""A plan with something changed: ``bandwidth=x10``, ``speed@device:3=x0.5,schedule=1f1b``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Change:
         return cls(text.strip(), name, (kind, which) if at else None, value.strip())
 
     def number(self, now: float | None, parse: Callable[[str], float]) -> float:
-        """The value itself, or so many times what there is now."""
+        """The value itself or, if it is written as ``x2``, that many times the present one."""
         number = self._number(now, parse)
         if not is_usable(number):
             raise self.wrong("a finite number of usual size")
@@ -62,7 +62,8 @@ class _Change:
 def what_if(
     text: str, plan: Plan, conditions: Conditions = CALM, read: Callable[[str], Conditions] | None = None
 ) -> tuple[Plan, Conditions]:
-    """The plan with these changes; stages stay where they are. ``read`` turns a file's name into conditions."""
+    """The plan with these changes; stages keep their layers and devices. ``read`` turns the name of a file into
+    conditions."""
     changes = [_Change.parse(part) for part in text.split(",")]
     for change in changes:
         if change.name in ("bandwidth", "latency"):
@@ -140,7 +141,8 @@ def _plain(text: str) -> float:
 
 
 def _scheduled(plan: Plan, changes: dict[str, _Change]) -> Plan:
-    """Under another schedule, or with more or fewer microbatches: as many in flight as is usual then."""
+    """The plan under another schedule, or with another number of microbatches. The depth is the usual one for that
+    schedule."""
     if plan.custom:
         raise PlanError("what if: the plan's schedule was read from a file; plan again to change it")
     schedule = changes["schedule"].value if "schedule" in changes else plan.schedule

@@ -1,4 +1,5 @@
-"""What to time on a cluster, and what the times say of its links and devices. ``runtime.survey`` does the timing."""
+"""What to time on a cluster, and what the times say about its links and devices. ``runtime.process.survey`` does the
+timing."""
 
 from penstock.survey.findings import LevelFindings, Survey, conclude
 from penstock.survey.fit import Sample, fit_link

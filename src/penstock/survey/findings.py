@@ -1,4 +1,4 @@
-"""From timings to a cluster file, and what to say of it."""
+"""From timings to a cluster file, and remarks about it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from penstock.survey.trials import Pattern, Reach, Timing, Trial
 from penstock.units import write_bytes_per_s, write_seconds
 
 WORTH_SAYING = 0.8
-"""What gets less than this of what it is compared with is remarked on."""
+"""A rate below this share of the one it is compared with gets a remark."""
 FAR_SLOWER = 0.5
 NOISY = 0.15
-"""Speeds that vary by more than this while they are measured are remarked on."""
+"""A speed that varies by more than this share while it is measured gets a remark."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A measured time beside what the cluster file predicts."""
+    """A measured time and the cluster file's prediction of it."""
 
     what: str
     num_bytes: int
@@ -38,12 +38,12 @@ class Check:
 class LevelFindings:
     reach: str
     level: Level
-    """what the file says: messages, and all-reduces by the ring model"""
+    """The level in the file: messages, and all-reduces by the ring model."""
     handling: Handling
     checks: tuple[Check, ...]
     pairs_at_once: int
     share_at_once: float | None
-    """of its rate alone that each pair keeps when all send at once; None where there is only one pair"""
+    """The share of its rate that each pair keeps when all pairs send at once; None if there is only one pair."""
     remarks: tuple[str, ...]
 
 
@@ -64,7 +64,7 @@ def conclude(
     *,
     by_workers: bool = False,
 ) -> Survey:
-    """``by_workers`` says that those of a host sum in memory that they share, and compute nothing meanwhile."""
+    """``by_workers`` says that the workers of a host sum in shared memory themselves, and compute nothing meanwhile."""
     hosts, devices = group_hosts(facts), make_devices(facts)
     sizes = level_sizes(hosts)
     reaches = [reach for reach in Reach if any(trial.reach is reach for trial in trials)]
@@ -72,7 +72,7 @@ def conclude(
         _findings(reach, size, trials, timings, by_workers=by_workers and reach is Reach.INSIDE)
         for reach, size in zip(reaches, sizes, strict=True)
     )
-    handling = levels[-1].handling  # the outermost that was measured: what is slowest to handle
+    handling = levels[-1].handling  # of the outermost measured level, where messages take most time
     measured = Cluster(
         name=_name(hosts),
         devices=devices,
@@ -86,7 +86,7 @@ def conclude(
         *(remark for found in levels for remark in found.remarks),
     )
     toml = cluster_toml(measured, _about(hosts, levels, remarks, backend), [found.reach for found in levels])
-    # What the file says is what planning will see: answer with that, not with more digits.
+    # Return the cluster as the file has it, which planning will see, without more digits.
     return Survey(cluster=parse_cluster_toml(toml, "cluster"), hosts=hosts, levels=levels, remarks=remarks, toml=toml)
 
 
@@ -140,7 +140,7 @@ class _Median(NamedTuple):
 
 
 def _medians(timings: Sequence[Timing], trials: Sequence[Trial]) -> list[_Median]:
-    """By size, over all pairs or over all hosts; all-reduces of different numbers of members are told apart."""
+    """Medians by size, over all pairs or all hosts. All-reduces with different numbers of members are kept apart."""
     found: dict[tuple[str, int, Traffic], list[float]] = defaultdict(list)
     for timing in timings:
         trial = trials[timing.trial]
@@ -156,7 +156,7 @@ def _medians(timings: Sequence[Timing], trials: Sequence[Trial]) -> list[_Median
 
 
 def _handled(timings: Sequence[Timing]) -> list[tuple[int, float]]:
-    """Bytes of a message, and the median of what it took of a worker's own time."""
+    """Bytes of a message, and the median of a worker's own time for it."""
     found: dict[int, list[float]] = defaultdict(list)
     for timing in timings:
         found[timing.num_bytes].append(timing.seconds)
@@ -164,7 +164,7 @@ def _handled(timings: Sequence[Timing]) -> list[tuple[int, float]]:
 
 
 def _at_once(streams: Sequence[Timing], trials: Sequence[Trial]) -> tuple[int, float | None]:
-    """How many pairs sent at the same time, and how fast each was beside one alone."""
+    """How many pairs sent at the same time, and the rate of each relative to a pair alone."""
     if not streams:
         return 1, None
     alone, together = sorted({timing.trial for timing in streams}, key=lambda trial: len(trials[trial].groups))
@@ -255,5 +255,5 @@ def _rate(level: Level) -> str:
 
 
 def _two_digits(number: float) -> float:
-    """All that a few seconds of measuring can claim."""
+    """Rounded to two digits, which is all that a few seconds of measuring can claim."""
     return float(f"{number:.2g}") if math.isfinite(number) else number

@@ -1,4 +1,4 @@
-"""The latency and bandwidth that explain measured times best."""
+"""Fits latency and bandwidth to measured times."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.cluster import Level
 from penstock.cost import Traffic
 
 LEAST_LATENCY_S = 1e-6
-"""No transport of torch is quicker; a fit that finds less has found that latency does not show."""
+"""No transport of torch is faster. A fit below this means that latency is too small to measure."""
 MOST_BYTES_PER_S = 1e13
-"""No link is faster; a fit that finds more has found that bytes do not show."""
+"""No link is faster. A fit above this means that the time per byte is too small to measure."""
 OUTLIER = np.log(1.5)
-"""A time that is off by more than this factor pulls no harder than one that is off by this factor."""
+"""A time that is off by more than this factor has no more weight than one that is off by this factor."""
 
 
 class Sample(NamedTuple):
@@ -24,12 +24,12 @@ class Sample(NamedTuple):
 
 
 def fit_link(samples: Sequence[Sample]) -> Level:
-    """The level of which predicted and measured seconds differ least, as a ratio.
+    """The level with the smallest relative differences between predicted and measured seconds.
 
-    Least squares of the logarithm of measured over predicted: a message of 4 KiB that takes twice as long as
-    predicted counts as much as one of 16 MiB that does. Huber's weights keep outliers from deciding.
-    Both unknowns are held as logarithms, so that they stay positive: log(predicted) then changes with the latency's
-    by the latency's share of the time, with the other's by the rest.
+    It minimises squares of log(measured / predicted): a message of 4 KiB that takes twice as long as predicted counts
+    as much as one of 16 MiB that does. Huber's weights limit the effect of outliers. Both unknowns are logarithms, so
+    that they stay positive. The derivative of log(predicted) is then the latency's share of the time for the one, and
+    the rest for the other.
     """
     bytes_each = np.array([sample.traffic.bytes_each for sample in samples])
     log_s = np.log([sample.seconds / sample.traffic.messages for sample in samples])
@@ -41,7 +41,7 @@ def fit_link(samples: Sequence[Sample]) -> Level:
         residual = log_s - np.log(predicted_s)
         weight = np.minimum(1.0, OUTLIER / np.maximum(np.abs(residual), 1e-12))
         slope = np.stack([share, 1 - share])
-        normal = (slope * weight) @ slope.T + 1e-9 * np.eye(2)  # sizes that tell the two apart may be missing
+        normal = (slope * weight) @ slope.T + 1e-9 * np.eye(2)  # the sizes may not suffice to tell the two apart
         step = np.clip(np.linalg.solve(normal, (slope * weight) @ residual), -1.0, 1.0)
         latency = max(latency + float(step[0]), float(np.log(LEAST_LATENCY_S)))
         per_byte = max(per_byte + float(step[1]), -float(np.log(MOST_BYTES_PER_S)))
@@ -49,15 +49,16 @@ def fit_link(samples: Sequence[Sample]) -> Level:
 
 
 class Handling(NamedTuple):
-    """What a message takes of the time of a worker that sends or takes it."""
+    """A worker's own time for a message that it sends or receives."""
 
     seconds: float
     bytes_per_s: float | None
-    """None where copying does not show"""
+    """The rate of copying; None if it is too fast to measure."""
 
 
 def fit_handling(timed: Sequence[tuple[int, float]]) -> Handling:
-    """From bytes and seconds: the slope between the smallest and the largest, and what is left of the smallest."""
+    """Fit to pairs of bytes and seconds: the slope between the smallest and the largest message, and the rest of the
+    smallest's time."""
     (least, least_s), (most, most_s) = min(timed), max(timed)
     if most_s <= least_s or most == least:
         return Handling(least_s, None)

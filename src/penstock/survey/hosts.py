@@ -1,4 +1,4 @@
-"""Workers by host, what each has, and the levels that they make."""
+"""Workers by host, their hardware, and the levels that they form."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ EQUAL_SPEED = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFacts:
-    """What a worker says of itself."""
+    """What a worker reports about itself."""
 
     host: str
     host_id: str
-    """the same for workers that talk without a network, and for no others"""
+    """Equal for workers that communicate without a network, and only for those."""
     host_memory_bytes: int
     device_memory_bytes: int | None = None
-    """None where the device is the host's processor and its memory the host's"""
+    """None if the device is the host's processor, with the host's memory."""
     kind: str = ANY_KIND
     work_per_s: float
-    """of a fixed computation, while all workers of the host do the same"""
+    """The rate of a fixed computation while all workers of the host run it."""
     spread: float = 0.0
-    """by how much that varied while it was measured, between the quartiles, as a share of it"""
+    """How much that rate varied during measuring: the distance of the quartiles as a share of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Host:
 
 
 def group_hosts(facts: Sequence[WorkerFacts]) -> tuple[Host, ...]:
-    """The hosts in the order of their workers, who must be numbered host by host."""
+    """The hosts in the order of their workers, which must be numbered host by host."""
     workers: dict[str, list[int]] = {}
     for worker, fact in enumerate(facts):
         workers.setdefault(fact.host_id, []).append(worker)
@@ -54,14 +54,15 @@ def group_hosts(facts: Sequence[WorkerFacts]) -> tuple[Host, ...]:
 
 
 def level_sizes(hosts: Sequence[Host]) -> tuple[int, ...]:
-    """Inner first. Levels join equal groups: where hosts differ, the largest group that divides all of them."""
+    """Level sizes, inner first. Levels join equal groups; if hosts differ, the largest group that divides all of them
+    is used."""
     count = sum(len(host.workers) for host in hosts)
     inner = math.gcd(*(len(host.workers) for host in hosts))
     return (count,) if inner in (1, count) else (inner, count // inner)
 
 
 def make_devices(facts: Sequence[WorkerFacts]) -> tuple[Device, ...]:
-    """Memory of a host is shared out among its workers; speeds are beside the fastest of the same kind."""
+    """The memory of a host is divided among its workers. Speeds are relative to the fastest device of the same kind."""
     on_host = Counter(fact.host_id for fact in facts)
     speeds: dict[tuple[str, float], float] = {}
     for kind in {fact.kind for fact in facts}:
@@ -78,7 +79,7 @@ def make_devices(facts: Sequence[WorkerFacts]) -> tuple[Device, ...]:
 
 
 def even_speeds(rates: Sequence[float]) -> list[float]:
-    """Each rate beside the fastest, to two digits; those close to a faster one take its speed."""
+    """Each rate relative to the fastest, to two digits. A rate close to a faster one gets the same speed."""
     fastest = max(rates)
     speeds: dict[float, float] = {}
     leader = fastest

@@ -1,4 +1,5 @@
-"""Which workers talk to which, and who at the same time: enough to know the links, not every pair."""
+"""Which workers exchange messages, and which do so at the same time: enough to know the links, without timing every
+pair."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ KIB, MIB = 2**10, 2**20
 
 
 class Reach(Enum):
-    """The level that a trial is about."""
+    """The level that a trial measures."""
 
     INSIDE = "inside a host"
     BETWEEN = "between hosts"
@@ -24,21 +25,21 @@ class Reach(Enum):
 
 class Pattern(Enum):
     TO_AND_FRO = "round trip"
-    """one message there, one back, and nothing else"""
+    """One message in each direction, and nothing else."""
     HAND_OVER = "message"
-    """Messages of a pipeline of two that compute by turns: each waits for the other."""
+    """Messages in a pipeline of two workers that compute by turns, so each waits for the other."""
     STREAM = "stream"
-    """message after message, one way"""
+    """Message after message in one direction."""
     ALL_REDUCE = "all-reduce"
     HANDLING = "handling"
-    """Messages of a pipeline of two that both compute: what they take of a worker's own time."""
+    """Messages in a pipeline of two workers that both compute: measures a worker's own time for them."""
 
 
 SIZES = {
     Pattern.TO_AND_FRO: (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
     Pattern.HAND_OVER: (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
     Pattern.STREAM: (MIB,),
-    Pattern.ALL_REDUCE: (MIB, 4 * MIB, 16 * MIB, 32 * MIB),  # gradients of a stage are not small
+    Pattern.ALL_REDUCE: (MIB, 4 * MIB, 16 * MIB, 32 * MIB),  # gradients of a stage are large
     Pattern.HANDLING: (64 * KIB, MIB, 4 * MIB),
 }
 """In bytes, ascending."""
@@ -49,7 +50,7 @@ class Trial:
     reach: Reach
     pattern: Pattern
     groups: tuple[tuple[int, ...], ...]
-    """workers that talk among themselves: pairs, or the members of an all-reduce; all groups at the same time"""
+    """Workers that exchange messages: pairs, or the members of an all-reduce. All groups run at the same time."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -62,7 +63,7 @@ class Timing:
     group: int
     num_bytes: int
     seconds: float
-    """the median of one message or all-reduce"""
+    """The median time of one message or all-reduce."""
 
 
 def make_trials(hosts: Sequence[Host]) -> tuple[Trial, ...]:
@@ -75,7 +76,7 @@ def make_trials(hosts: Sequence[Host]) -> tuple[Trial, ...]:
 
 
 def _inside(hosts: Sequence[tuple[int, ...]]) -> list[Trial]:
-    """Hosts do not disturb each other: all of them at the same time."""
+    """Hosts do not disturb each other, so all run at the same time."""
     rounds = itertools.zip_longest(*(few_pairs(workers) for workers in hosts))
     trials = [_trial(Reach.INSIDE, Pattern.HAND_OVER, [pair for pair in pairs if pair]) for pairs in rounds]
     trials.append(_trial(Reach.INSIDE, Pattern.ALL_REDUCE, hosts))
@@ -86,7 +87,7 @@ def _inside(hosts: Sequence[tuple[int, ...]]) -> list[Trial]:
 
 
 def _between(hosts: Sequence[tuple[int, ...]]) -> list[Trial]:
-    """One pair at a time, since they may share a switch, from the first or the last workers of their hosts."""
+    """One pair at a time, since pairs may share a switch. Pairs are the first or the last workers of their hosts."""
     trials = [
         _trial(Reach.BETWEEN, Pattern.HAND_OVER, [(one[end], two[end])])
         for (one, two), end in zip(few_pairs(hosts), (0, -1, 0), strict=False)
@@ -104,7 +105,7 @@ def _streams(reach: Reach, alone: Sequence[tuple[int, ...]], at_once: Sequence[t
 
 
 def few_pairs(items: Sequence[T]) -> list[tuple[T, T]]:
-    """At most three: the first two, those in the middle, and both ends."""
+    """At most three pairs: the first two items, the two in the middle, and the two ends."""
     middle = len(items) // 2
     pairs = [(0, 1), (middle - 1, middle), (0, len(items) - 1)]
     return [(items[a], items[b]) for a, b in dict.fromkeys(pairs) if a < b]

@@ -1,4 +1,4 @@
-"""Who averages with whom: pure decisions, made alike by every worker, tested without processes."""
+"""Which workers average together: pure decisions, the same on every worker, tested without processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SyncPolicy(Protocol):
 
 
 class AllReduce:
-    """Everybody, in every round: the mathematics of one process."""
+    """All owners in every round, which gives the mathematics of one process."""
 
     def group(self, owners: tuple[int, ...], worker: int, round_index: int) -> tuple[int, ...]:
         return owners

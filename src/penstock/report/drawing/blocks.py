@@ -1,7 +1,7 @@
-"""What a drawing of a plan shows: layers in rows, rows that follow each other in blocks, and what stages send.
+"""What a drawing of a plan shows: layers in rows, consecutive rows in blocks, and what stages send.
 
-A block is a series: each of its rows feeds only the next one. A row is one layer where there is room and several
-where there is not, so that a model of any size gives a picture that can be taken in.
+A block is a series: each of its rows feeds only the next one. A row is one layer, or several if there is little room,
+so that a model of any size gives a readable picture.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """What a block sends to a later stage: once, however many blocks there read it."""
+    """What a block sends to a later stage. It is one delivery, however many blocks of that stage read it."""
 
     stage: int
-    """that receives it"""
+    """The stage that receives it."""
     sender: Block
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockGraph:
     nodes: tuple[Block | Delivery, ...]
-    """stage by stage: what it is sent, then its blocks"""
+    """Stage by stage: the deliveries to it, then its blocks."""
     edges: tuple[tuple[int, int], ...]
-    """each to a later node: from block to block within a stage, from a block to a delivery, from there to readers"""
+    """Each leads to a later node: from block to block within a stage, from a block to a delivery, from a delivery to
+    its readers."""
 
     def with_rows_of(self, size: int, seconds: Mapping[int, float]) -> BlockGraph:
         """The same blocks with up to ``size`` layers to a row."""
@@ -64,7 +65,7 @@ def _shortened(block: Block, size: int, seconds: Mapping[int, float]) -> Block:
 
 
 def _joined(layers: Sequence[int], size: int, seconds: Mapping[int, float]) -> tuple[Row, ...]:
-    """A row ends before a slow layer if it can: a convolution begins a row, its norm and activation follow it."""
+    """A row ends before a slow layer if possible: a convolution begins a row, its norm and activation follow it."""
     rows, start = [], 0
     while len(layers) - start > size:
         ends = range(start + size, start + size // 2, -1)
@@ -75,7 +76,7 @@ def _joined(layers: Sequence[int], size: int, seconds: Mapping[int, float]) -> t
 
 
 def readable_blocks(plan: Plan, fits: Callable[[BlockGraph], bool]) -> BlockGraph:
-    """As much detail as fits; if nothing does, the least there is."""
+    """As much detail as fits, or the least possible if nothing fits."""
     for graph in _from_fine_to_coarse(plan):
         if fits(graph):
             break
@@ -83,10 +84,9 @@ def readable_blocks(plan: Plan, fits: Callable[[BlockGraph], bool]) -> BlockGrap
 
 
 def _from_fine_to_coarse(plan: Plan) -> Iterator[BlockGraph]:
-    """Equal blocks that follow each other are one from the start. First series are shortened, by threes since so many
-    are a convolution, its norm and its activation; then forks and joins are drawn together with what lies between them,
-    and in the end what only stands side by side.
-    """
+    """Graphs with less and less detail. Equal consecutive blocks are one from the start. First, series get
+    3, 6, 12 and more layers per row; three are a convolution, its norm and its activation. Then forks and joins are
+    drawn as one with what is between them, and finally whatever is side by side."""
     graph = _folded_blocks(plan)
     ids = (layer.id for layer in plan.profile.graph.layers)
     seconds = dict(zip(ids, plan.profile.compute_s(plan.cluster.devices[0].kind), strict=True))
@@ -109,7 +109,7 @@ def _in_stage_order(plan: Plan) -> list[int]:
 
 
 def _folded_blocks(plan: Plan) -> BlockGraph:
-    """A row for each layer, or for a layer of each of several equal blocks."""
+    """One row per layer, or per layer of several equal blocks."""
     folds = {fold.layers: fold for fold in find_folds(plan)}
     folded = {layer: row for row in folds for layer in row}
     rows = dict.fromkeys(folded.get(layer, (layer,)) for layer in _in_stage_order(plan))
@@ -117,7 +117,7 @@ def _folded_blocks(plan: Plan) -> BlockGraph:
 
 
 def _blocks(plan: Plan, rows: Sequence[Row], folds: Mapping[Row, Fold] | None = None) -> BlockGraph:
-    """Rows, given in an order that edges respect, stage by stage; those in series become one block.
+    """Blocks from rows, which come stage by stage in topological order. Rows in series become one block.
 
     Rows in ``folds`` are the layers of equal blocks; each becomes a block by itself.
     """
@@ -156,7 +156,7 @@ def _block(stage: int, rows: Sequence[Row], folds: Mapping[Row, Fold]) -> Block:
 
 
 def _links(plan: Plan, owner: dict[int, int]) -> list[tuple[int, int]]:
-    """Which row reads which, each pair once."""
+    """Which row reads which other row, each pair once."""
     pairs = (
         (owner[value.producer], owner[consumer]) for value in plan.profile.graph.values for consumer in value.consumers
     )
@@ -185,7 +185,7 @@ def _linked(blocks: Sequence[Block], links: Sequence[tuple[int, int]]) -> BlockG
 
 
 def _depths(plan: Plan) -> dict[int, int]:
-    """How many layers of its own stage lie above each layer, on the longest path."""
+    """For each layer, the number of layers of its own stage above it, on the longest path."""
     stage_of, after = plan.stage_of_layer, plan.profile.graph.successors
     depths = dict.fromkeys(plan.profile.graph.order, 0)
     for layer in plan.profile.graph.order:
@@ -200,7 +200,7 @@ def _slices(
 ) -> list[Row]:
     """Each stage in slices of about ``height`` depths, each slice as the rows that ``rows_of`` makes of it.
 
-    Edges lead from slice to slice or stay in a row, so the rows form an acyclic graph whatever the layers do.
+    Edges lead from slice to slice or stay in a row, so the rows form an acyclic graph.
     """
     rows = []
     place = {layer: index for index, layer in enumerate(plan.profile.graph.order)}
@@ -215,7 +215,7 @@ def _slices(
 
 
 def _thin_places(plan: Plan, layers: Sequence[int], depths: dict[int, int], height: int) -> list[int]:
-    """Depths to cut a stage behind: about ``height`` apart, where the fewest layers are read across the cut."""
+    """Depths after which to cut a stage: about ``height`` apart, where the fewest layers are read across the cut."""
     own, deepest = set(layers), max(depths[layer] for layer in layers)
     crossing = [0] * (deepest + 1)
     for layer in layers:
@@ -235,7 +235,7 @@ def _together(_: Plan, layers: Sequence[int]) -> list[Row]:
 
 
 def _connected(plan: Plan, layers: Sequence[int]) -> list[Row]:
-    """The layers that edges among them join."""
+    """The connected components of the layers."""
     root = {layer: layer for layer in layers}
 
     def find(layer: int) -> int:

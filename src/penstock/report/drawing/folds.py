@@ -1,4 +1,4 @@
-"""Equal blocks of a model that follow each other, such as those of a transformer: drawn once, with their number."""
+"""Equal consecutive blocks of a model, such as those of a transformer: drawn once, with their number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.graph import LayerGraph
 from penstock.plan import Plan
 
 MOST_DIGITS = 9
-"""A longer number in a name does not count blocks."""
+"""A number with more digits in a name does not count blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Fold:
     """Blocks with the same layers and the same edges inside."""
 
     name: str
-    """Of all of them together: ``blocks.0-5``."""
+    """The name of all of them together, such as ``blocks.0-5``."""
     blocks: tuple[tuple[int, ...], ...]
     """The layers of each block, in the same order."""
     layer_names: tuple[str, ...]
@@ -32,7 +32,7 @@ class Fold:
 
 
 class _Mark(NamedTuple):
-    """A qualified name taken apart at one of its numbers: ``blocks.``, 3 and ``norm`` of ``blocks.3.norm``."""
+    """A qualified name, split at one of its numbers: ``blocks.3.norm`` into ``blocks.``, 3 and ``norm``."""
 
     scope: str
     number: int
@@ -40,7 +40,7 @@ class _Mark(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Layers that follow each other and belong to one block, or to none."""
+    """Consecutive layers that belong to one block, or to none."""
 
     block: tuple[str, int] | None
     layers: tuple[int, ...]
@@ -49,9 +49,10 @@ class _Part(NamedTuple):
 
 
 def find_folds(plan: Plan) -> list[Fold]:
-    """All runs of equal blocks. A block that a stage has only a part of is in none, unless its neighbour is cut alike.
+    """All runs of equal blocks. A block that is divided between stages belongs to no run, unless its neighbour is
+    divided equally.
 
-    The layers of a run follow each other in a topological order, so that drawing them as one box makes no cycle.
+    The layers of a run are consecutive in a topological order, so that drawing them as one box makes no cycle.
     """
     graph, found = plan.profile.graph, list[Fold]()
     marks = {layer.id: _marks(layer.name) for layer in graph.layers}
@@ -71,7 +72,7 @@ def find_folds(plan: Plan) -> list[Fold]:
 
 
 def _marks(name: str) -> list[_Mark]:
-    """One for each list of blocks that the layer is in, the outermost first."""
+    """One for each list of blocks that the layer is in, outermost first."""
     parts = name.split(".")
     return [
         _Mark(".".join([*parts[:at], ""]), int(part), ".".join(parts[at + 1 :]))
@@ -104,7 +105,7 @@ def _parts(graph: LayerGraph, layers: Sequence[int], marks: dict[int, _Mark]) ->
 
 
 def _runs(parts: Iterator[_Part]) -> list[list[_Part]]:
-    """Two or more blocks of one list, numbered without a gap, each of the same shape as the one before."""
+    """Two or more blocks of one list, numbered without a gap, all of the same shape."""
     runs: list[list[_Part]] = [[]]
     for part in parts:
         before = runs[-1][-1] if runs[-1] else None

@@ -1,4 +1,4 @@
-"""What a drawing says: the words of rows, of what is sent between stages, and of the stages themselves."""
+"""The texts of a drawing: of rows, of what stages send, and of the stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
 def text_width_px(text: str) -> float:
-    """At the drawing's size in a wide font: a picture is laid out before anyone knows which font shows it."""
+    """Width of a text at the drawing's size in a wide font, since the font is not known when a picture is laid out."""
     return sum(map(_character_px, text))
 
 
@@ -40,9 +40,9 @@ class RowLabel:
     layers: Row
     text: str
     name: str
-    """beside the text: of the one layer, or what the names of several have in common"""
+    """Shown next to the text: the name of the only layer, or what the names of several have in common."""
     seconds: float
-    """of forward and backward on the stage's slowest replica"""
+    """Forward and backward on the stage's slowest replica."""
     tooltip: str
 
     @property
@@ -57,7 +57,7 @@ class RowLabel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldLabel:
-    """What stands above the rows of equal blocks that are drawn as one."""
+    """The text above the rows of equal blocks that are drawn as one."""
 
     text: str
     times: str
@@ -73,7 +73,7 @@ class DeliveryLabel:
     text: str
     num_bytes: float
     slow: bool
-    """whether it crosses the cut that is the plan's bottleneck"""
+    """Whether it crosses the cut that is the plan's bottleneck."""
     tooltip: str
 
 
@@ -81,7 +81,7 @@ class DeliveryLabel:
 class StageLabel:
     title: str
     alarm: str
-    """set where the stage, or the cut behind it, is the plan's bottleneck"""
+    """Not empty if the stage, or the cut after it, is the plan's bottleneck."""
     facts: tuple[str, ...]
     tooltip: str
 
@@ -91,7 +91,7 @@ class StageLabel:
 
 
 class Labels:
-    """Labels of parts of one plan, with the numbers of its cost model."""
+    """Labels for parts of one plan, with numbers of its cost model."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -101,7 +101,7 @@ class Labels:
         self._slow = self._costs.bottleneck()
 
     def row(self, row: Row, fold: Fold | None = None) -> RowLabel:
-        """With the figures of one block, where ``row`` has the layers of several equal ones; times are means then."""
+        """If ``row`` has the layers of several equal blocks, the figures are those of one block and times are means."""
         model, stage, times = self._costs.model, self._plan.stage_of_layer[row[0]], len(fold.blocks) if fold else 1
         forward_s, backward_s = (seconds / times for seconds in self._costs.layers_s(stage, row))
         one = row[: len(row) // times]
@@ -179,7 +179,7 @@ class Labels:
 
 
 def _in_short(layers: Sequence[Layer], names: Sequence[str]) -> tuple[str, str]:
-    """A row's text and the name beside it."""
+    """The text of a row and the name next to it."""
     kinds = [_short_kind(layer) for layer in layers]
     listed = ", ".join(kinds)
     if len(layers) == 1:
@@ -194,12 +194,12 @@ def _in_short(layers: Sequence[Layer], names: Sequence[str]) -> tuple[str, str]:
 
 
 def _short_kind(layer: Layer) -> str:
-    """An imported kind has the module's arguments with it."""
+    """The kind without the module's arguments, which imported kinds include."""
     return layer.kind.partition("(")[0].strip() or layer.name
 
 
 def _common_scope(names: Iterable[str]) -> str:
-    """What qualified names begin with in common: ``blocks.3`` of ``blocks.3.norm`` and ``blocks.3.mlp.0``."""
+    """The common prefix of qualified names: ``blocks.3`` for ``blocks.3.norm`` and ``blocks.3.mlp.0``."""
     parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return ".".join(first for first, *_ in takewhile(lambda part: len(set(part)) == 1, parts))
 
@@ -212,5 +212,5 @@ def _head(text: str, most_px: float) -> str:
 
 
 def _tail(text: str, most_px: float) -> str:
-    """Of a qualified name, the end tells more than the beginning."""
+    """The end of a qualified name, which tells more than its beginning."""
     return _head(text[::-1], most_px)[::-1]

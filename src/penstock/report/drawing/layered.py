@@ -1,8 +1,8 @@
 """Layered drawing of a directed acyclic graph, from top to bottom (Sugiyama, Tagawa and Toda, 1981).
 
-Nodes stand in ranks, so that every edge leads down. An edge over several ranks bends at a point in each rank between,
-and these points are ordered and placed like nodes: few crossings first, then straight lines. Nothing here knows what
-a node is, or how high up a rank is drawn.
+Nodes are in ranks, so that every edge leads down. An edge over several ranks has a bend in each rank between, and bends
+are ordered and placed like nodes: first for few crossings, then for straight lines. This module does not know what a
+node is, or how high a rank is drawn.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ STRAIGHTEN_ROUNDS = 3
 NODE_GAP, BEND_GAP = 16.0, 11.0
 BEND_WIDTH = 2.0
 JOG = 14.0
-"""A step to the side that is no larger looks like a mistake."""
+"""A smaller step to the side looks like a mistake."""
 GRAVITY = 0.1
-"""How hard a point is pulled to the middle: enough to keep parts that nothing else holds together from drifting off."""
+"""How strongly a point is pulled to the middle: enough that unconnected parts do not drift off."""
 STRAIGHTNESS = {0: 1.0, 1: 2.0, 2: 8.0}
-"""How hard an edge pulls its ends above each other, by how many of them are bends: long lines should be straight."""
+"""How strongly an edge pulls its ends above each other, by how many of them are bends. Long lines should be
+straight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     width: float
     band: int
-    """all nodes of a band stand above those of the next"""
+    """All nodes of a band are above those of the next band."""
     leads: bool = False
-    """stands in the first rank of its band, where only such nodes do"""
+    """Whether it is in the first rank of its band, which has only such nodes."""
 
 
 Edge = tuple[int, int]
@@ -44,14 +45,14 @@ Neighbours = Sequence[list[int]]
 
 @dataclass(frozen=True)
 class Ranked:
-    """Nodes in ranks, and the bends of long edges beside them. Points are nodes, then bends."""
+    """Nodes in ranks, and the bends of long edges between them. Points are nodes, then bends."""
 
     nodes: Sequence[Node]
     edges: Sequence[Edge]
     ranks: tuple[int, ...]
-    """of each point"""
+    """The rank of each point."""
     routes: tuple[tuple[int, ...], ...]
-    """of each edge, the points that it passes, from its source to its target"""
+    """For each edge, the points that it passes, from its source to its target."""
 
     @cached_property
     def num_ranks(self) -> int:
@@ -66,7 +67,7 @@ class Ranked:
 
     @property
     def width(self) -> float:
-        """Of the widest rank, its points side by side: the drawing is at least as wide."""
+        """The width of the widest rank with its points side by side. The drawing is at least as wide."""
         return max(sum(self.width_of(point) + self._gap(point) for point in row) for row in self.rows)
 
     def is_bend(self, point: int) -> bool:
@@ -76,7 +77,7 @@ class Ranked:
         return BEND_WIDTH if self.is_bend(point) else self.nodes[point].width
 
     def distance(self, left: int, right: int) -> float:
-        """The least there must be between two neighbours' middles."""
+        """The smallest distance between the middles of two neighbours."""
         return (self.width_of(left) + self.width_of(right) + self._gap(left) + self._gap(right)) / 2
 
     def _gap(self, point: int) -> float:
@@ -89,13 +90,13 @@ class Ranked:
 
 
 def rank_nodes(nodes: Sequence[Node], edges: Sequence[Edge]) -> Ranked:
-    """Longest paths decide the ranks. Nodes come band by band, leading ones first, and edges lead to later nodes."""
+    """Ranks follow from longest paths. Nodes come band by band, leading ones first, and edges lead to later nodes."""
     ranks = _node_ranks(nodes, edges)
     bends: list[int] = []
     trunks: dict[int, list[int]] = {}
     routes = []
     for source, target in edges:
-        # What leaves a node within its band is drawn as one line that forks as late as it can.
+        # Edges from a node within its band are drawn as one line that forks as late as possible.
         shared = nodes[source].band == nodes[target].band
         trunk = trunks.setdefault(source, [source]) if shared else [source]
         while ranks[source] + len(trunk) < ranks[target]:
@@ -122,13 +123,13 @@ def _node_ranks(nodes: Sequence[Node], edges: Sequence[Edge]) -> list[int]:
         ranks.append(max([first, *(ranks[source] + 1 for source in before[index])]))
         last_of_band[node.band] = max(ranks[-1], last_of_band.get(node.band, 0))
     for index, node in enumerate(nodes):
-        if not before[index] and not node.leads and after[index]:  # an input goes down to where it is first read
+        if not before[index] and not node.leads and after[index]:  # an input goes down to its first reader
             ranks[index] = min(last_of_band[node.band], *(ranks[target] - 1 for target in after[index]))
     return ranks
 
 
 def place(ranked: Ranked) -> tuple[float, ...]:
-    """The x of each point's middle."""
+    """The x position of each point's middle."""
     above: list[list[int]] = [[] for _ in ranked.ranks]
     below: list[list[int]] = [[] for _ in ranked.ranks]
     for source, target in ranked.steps:
@@ -143,7 +144,7 @@ def place(ranked: Ranked) -> tuple[float, ...]:
 
 
 def _first_order(ranked: Ranked, below: Neighbours) -> Ranks:
-    """Points as a walk down from each source meets them: what belongs together starts out together."""
+    """Points in the order of a walk down from each source, so that connected points start out together."""
     rows: Ranks = [[] for _ in range(ranked.num_ranks)]
     seen: set[int] = set()
     for start in sorted(range(len(ranked.ranks)), key=lambda point: ranked.ranks[point]):
@@ -158,7 +159,7 @@ def _first_order(ranked: Ranked, below: Neighbours) -> Ranks:
 
 
 def _ordered(rows: Ranks, above: Neighbours, below: Neighbours) -> Ranks:
-    """The best of a number of sweeps down and up, each sorting a rank by the mean place of its neighbours."""
+    """The best of several sweeps down and up, each sorting a rank by the mean position of its neighbours."""
     best, fewest = [list(row) for row in rows], _crossings(rows, below)
     for sweep in range(ORDER_SWEEPS):
         if fewest == 0:
@@ -177,7 +178,7 @@ def _ordered(rows: Ranks, above: Neighbours, below: Neighbours) -> Ranks:
 
 
 def _shares(row: Sequence[int]) -> dict[int, float]:
-    """Where each point of a rank is, between 0 and 1, so that ranks of different sizes compare."""
+    """The position of each point in its rank, between 0 and 1, so that ranks of different sizes compare."""
     return {point: (index + 0.5) / len(row) for index, point in enumerate(row)}
 
 
@@ -195,7 +196,7 @@ def _crossings(rows: Ranks, below: Neighbours) -> int:
 
 
 def _positions(ranked: Ranked, rows: Ranks, above: Neighbours, below: Neighbours) -> list[float]:
-    """Each point as near to the mean of its neighbours as order and distances allow; sweeps until it settles."""
+    """Each point as close to the mean of its neighbours as order and distances allow. Sweeps until positions settle."""
     x = [0.0] * len(ranked.ranks)
     offsets = [[0.0, *accumulate(ranked.distance(left, right) for left, right in pairwise(row))] for row in rows]
     for row, steps in zip(rows, offsets, strict=True):
@@ -203,7 +204,7 @@ def _positions(ranked: Ranked, rows: Ranks, above: Neighbours, below: Neighbours
             x[point] = offset - steps[-1] / 2
     for sweep in range(PLACE_SWEEPS):
         downwards = sweep % 2 == 0
-        settles = sweep >= PLACE_SWEEPS - 4  # the last sweeps weigh both sides, so that none of them wins
+        settles = sweep >= PLACE_SWEEPS - 4  # the last sweeps weigh both sides equally
         for rank in range(len(rows)) if downwards else reversed(range(len(rows))):
             wanted, weights = [], []
             for point in rows[rank]:
@@ -218,7 +219,7 @@ def _positions(ranked: Ranked, rows: Ranks, above: Neighbours, below: Neighbours
 
 
 def _snap(ranked: Ranked, rows: Ranks, above: Neighbours, x: list[float]) -> None:
-    """A node nearly below what it follows goes exactly below it, if there is room."""
+    """Move a node that is nearly below its predecessor exactly below it, if there is room."""
     room = _Room(ranked, rows, x)
     for node in (point for row in rows for point in row if not ranked.is_bend(point)):
         nearest = min((x[other] for other in above[node]), key=lambda other: abs(other - x[node]), default=inf)
@@ -228,7 +229,7 @@ def _snap(ranked: Ranked, rows: Ranks, above: Neighbours, x: list[float]) -> Non
 
 
 class _Room:
-    """Between which places a point can move while the others stay where they are."""
+    """The range in which a point can move while the others stay."""
 
     def __init__(self, ranked: Ranked, rows: Ranks, x: Sequence[float]) -> None:
         self._ranked, self._x = ranked, x
@@ -242,9 +243,9 @@ class _Room:
 
 
 def _straighten(ranked: Ranked, rows: Ranks, x: list[float]) -> None:
-    """Bends of a route one below the other while their neighbours leave room: the fewest turns there can be."""
+    """Align the bends of a route vertically as far as neighbours leave room, for as few turns as possible."""
     room = _Room(ranked, rows, x)
-    # The longest first, and again once its neighbours have found their places.
+    # The longest first, and again once their neighbours have found their places.
     routes = sorted((route for route in ranked.routes if len(route) > 2), key=lambda route: (-len(route), route))
     for source, *bends, target in routes * STRAIGHTEN_ROUNDS:
         start = 0
@@ -255,7 +256,7 @@ def _straighten(ranked: Ranked, rows: Ranks, x: list[float]) -> None:
                 if max(low, least) > min(high, most):
                     break
                 low, high, end = max(low, least), min(high, most), end + 1
-            if end == start:  # rounding left no room at all
+            if end == start:  # rounding left no room
                 end, low, high = start + 1, x[bends[start]], x[bends[start]]
             before = x[source] if start == 0 else x[bends[start - 1]]
             after = x[target] if end == len(bends) else before
@@ -267,7 +268,7 @@ def _straighten(ranked: Ranked, rows: Ranks, x: list[float]) -> None:
 
 
 def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The non-decreasing numbers nearest to these by weighted squares: neighbours in conflict share their mean."""
+    """The non-decreasing numbers closest to these by weighted squares. Neighbours in conflict share their mean."""
     pools: list[tuple[float, float, int]] = []
     for value, own_weight in zip(values, weights, strict=True):
         mean, weight, count = value, own_weight, 1

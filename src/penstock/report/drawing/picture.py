@@ -1,4 +1,4 @@
-"""Where everything in the drawing of a plan is, in pixels: bands of stages, blocks of layers, wires between them."""
+"""Pixel positions of everything in the drawing of a plan: bands of stages, blocks of layers, wires between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANK_GAP, BAND_GAP, BAND_EDGE = 26.0, 6.0, 14.0
 GUTTER, MARGIN, LEAST_WIDTH = 140.0, 8.0, 330.0
 LEAST_BLOCK, BLOCK_PADDING, PILL_PADDING = 84.0, 16.0, 16.0
 
-# Beyond these a picture cannot be taken in, and more layers are drawn as one.
+# A larger picture is not readable, so more layers are drawn as one.
 MOST_HEIGHT, MOST_WIDTH, MOST_POINTS = 3000.0, 2600.0, 3000
 USUAL_BLOCK, USUAL_PILL = 180.0, 64.0
 
@@ -32,7 +32,7 @@ class Box:
     height: float
     label: tuple[RowLabel, ...] | DeliveryLabel
     fold: FoldLabel | None = None
-    """Above the rows of a block that stands for several equal ones."""
+    """Shown above the rows of a block that stands for several equal ones."""
 
     @property
     def bottom(self) -> float:
@@ -41,7 +41,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Of a wire, from rank to rank: straight down, over to the side, straight down."""
+    """A piece of a wire from rank to rank: straight down, sideways, straight down."""
 
     x: float
     top: float
@@ -55,9 +55,9 @@ class Piece:
 class Wire:
     pieces: tuple[Piece, ...]
     label: DeliveryLabel | None
-    """of what it carries to another stage, or hands out where that has arrived"""
+    """What it carries to another stage, or from the delivery to its readers."""
     crosses: bool
-    """from stage to stage"""
+    """Whether it leads from stage to stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def make_picture(plan: Plan) -> Picture:
 
 
 def _fits(graph: BlockGraph) -> bool:
-    """Judged by usual widths, since labels take time to make."""
+    """Judged by usual widths, since making labels takes time."""
     ranked = _ranked(graph, [USUAL_BLOCK if isinstance(node, Block) else USUAL_PILL for node in graph.nodes])
     height = sum(_rank_heights(graph, ranked)) + RANK_GAP * ranked.num_ranks
     return height <= MOST_HEIGHT and ranked.width <= MOST_WIDTH and len(ranked.ranks) <= MOST_POINTS
@@ -148,7 +148,7 @@ def _rank_heights(graph: BlockGraph, ranked: Ranked) -> list[float]:
 def _rows(
     graph: BlockGraph, ranked: Ranked, labels: Sequence[StageLabel]
 ) -> tuple[tuple[Band, ...], list[float], list[float]]:
-    """The bands, and the top and height of every rank; a band has room for what its label says."""
+    """The bands, and the top and height of every rank. A band has room for its label."""
     heights = _rank_heights(graph, ranked)
     last = [0] * len(labels)
     for node, rank in zip(graph.nodes, ranked.ranks, strict=False):
@@ -176,7 +176,7 @@ def _extent(ranked: Ranked, middles: Sequence[float]) -> tuple[float, float]:
 def _wires(
     ranked: Ranked, boxes: Sequence[Box], strips: Sequence[tuple[float, float]], middles: Sequence[float]
 ) -> tuple[Wire, ...]:
-    """One for all that leaves a node within its stage, and one for each delivery to another."""
+    """One wire for all edges that leave a node within its stage, and one for each delivery to another stage."""
 
     def piece(step: Edge) -> Piece:
         source, target = step

@@ -18,16 +18,16 @@ KEY = (
 KEY_HEIGHT = 42.0
 THIN, THICK = 1.6, 5.0
 BAR_HEIGHT = 2.5
-"""Bars stand below the text of their row, so that none runs through a name."""
+"""Bars are below the text of their row, so that none crosses a name."""
 
 
 def inline_svg(plan: Plan) -> str:
-    """An element of an HTML page that has colours.css and ``style()``."""
+    """An element for an HTML page that has colours.css and ``style()``."""
     return "\n".join(_svg(make_picture(plan), ""))
 
 
 def svg_file(plan: Plan) -> str:
-    """A file of its own, which follows the reader's light or dark mode."""
+    """A separate file, which follows the reader's light or dark mode."""
     first, *rest = _svg(make_picture(plan), ' xmlns="http://www.w3.org/2000/svg"')
     return "\n".join(
         ['<?xml version="1.0" encoding="UTF-8"?>', first, f"<style>\n{with_colours(style())}</style>", *rest, ""]

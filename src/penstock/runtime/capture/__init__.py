@@ -5,6 +5,6 @@
 - ``aliases``, ``inplace``: which operations share or overwrite memory, and how cutting stays safe.
 - ``fidelity``: compares outputs and gradients of a capture with the model's.
 - ``split``: sections of a graph, over the model's own parameters.
-- ``blueprint``, ``recording``: models that are built without memory, and filled part by part.
+- ``blueprint``, ``build_replay``: models that are built without memory; building is replayed for one part at a time.
 - ``randomness``: random numbers keyed by run, microbatch and layer.
 """

@@ -1,8 +1,8 @@
-"""Finds out which operations of a graph return the memory of their argument, and which overwrite an argument.
+"""Finds which operations of a graph return the memory of their argument, and which overwrite an argument.
 
-A schema cannot tell: ``contiguous``, ``reshape``, ``to`` and dropout at rate 0 return their argument or a copy of it,
-depending on its layout. So the graph is run once and storages are compared. Without values, the fake tensors of
-torch.export are compared instead. The findings are kept in each node's ``meta``.
+Schemas cannot tell: ``contiguous``, ``reshape``, ``to`` and dropout at rate 0 return their argument or a copy of it,
+depending on its layout. So the graph is run once and storages are compared. For a model without values, the fake
+tensors of torch.export are compared instead. The findings are kept in each node's ``meta``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALIAS, _OVERWRITES = "penstock_alias", "penstock_overwrites"
 
 
 def alias_of_first(node: fx.Node) -> Alias | None:
-    """How the value of ``node`` shares memory with its first argument; None where it has memory of its own."""
+    """How the value of ``node`` shares memory with its first argument; None if it has its own memory."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return None
     if _ALIAS in node.meta:
@@ -65,13 +65,14 @@ _IN_PLACE_OPERATORS = {
 
 
 def observe(graph: fx.Graph, root: nn.Module, arguments: Sequence[Any]) -> None:
-    """Note for every operation what it shares and overwrites when the graph runs on these arguments."""
+    """Note what every operation shares and overwrites when the graph runs on these arguments."""
     with torch.no_grad():
         _Observer(fx.GraphModule(root, graph), graph=graph).run(*arguments, enable_io_processing=False)
 
 
 def observe_without_values(graph: fx.Graph, root: nn.Module) -> None:
-    """Note the same from what torch.export leaves in the graph, or from the modules that it calls."""
+    """Note the same from the fake tensors that torch.export leaves in the graph, or from the modules that the graph
+    calls."""
     for node in graph.nodes:
         if node.op == "call_module" and getattr(root.get_submodule(str(node.target)), "inplace", False):
             set_findings(node, "same", (0,))
@@ -93,7 +94,7 @@ def _layouts(value: Any) -> list[tuple[Any, ...]]:
 
 
 class _Observer(fx.Interpreter):
-    """Notes storages while a graph runs. Values are freed as soon as nobody reads them any more."""
+    """Notes storages while a graph runs. Values are freed after their last reader."""
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op not in ("call_function", "call_method", "call_module"):
@@ -106,7 +107,7 @@ class _Observer(fx.Interpreter):
         layouts = _layouts(args[:1])
         result = super().run_node(n)
         overwrites: list[int | str] = []
-        seen: set[int] = set()  # what shares memory shares its version, so that only the first was overwritten
+        seen: set[int] = set()  # memory of overwritten arguments; others that share it were not themselves overwritten
         for name, value in given.items():
             if _versions(value) != versions[name] and not memories[name] & seen:
                 overwrites.append(name)

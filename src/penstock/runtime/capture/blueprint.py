@@ -1,4 +1,4 @@
-"""A job's model before anybody decides who holds which part of it: with its values, or without memory for them."""
+"""A job's model before its parts are given to workers: with its values, or without memory for them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch import Tensor, nn
 
 from penstock.errors import JobError
 from penstock.job import Job
-from penstock.runtime.capture.recording import META, Recording, record
+from penstock.runtime.capture.build_replay import META, BuildReplay, record_build
 from penstock.runtime.capture.split import Section
 
 
 @dataclass(frozen=True)
 class Blueprint:
     model: nn.Module
-    recording: Recording | None
-    """of a model on the meta device, how it was built; None for one that has its values"""
+    replay: BuildReplay | None
+    """For a model on the meta device, how to replay its building; None for a model that has its values."""
 
     def filled(self, section: Section, device: torch.device, held: Mapping[str, Tensor] | None = None) -> Section:
-        """The section with values for its own parameters and buffers; of the buffers ``held`` already, those."""
-        if self.recording is None:
+        """The section with values for its parameters and buffers. Buffers in ``held`` exist already and are used as
+        they are."""
+        if self.replay is None:
             return section
-        module = copy.deepcopy(section.module)  # of shapes alone: it may share modules with other sections
+        module = copy.deepcopy(section.module)  # it has no values, and may share modules with other sections
         values = {id(buffer): held[name] for name, buffer in section.buffers.items() if held and name in held}
         for buffer in section.module.buffers():
             if id(buffer) not in values:
@@ -42,8 +43,8 @@ class Blueprint:
         )
 
     def copy_of(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-        """With the parameter's initial value, in memory of its own."""
-        value = parameter.detach().clone() if self.recording is None else self.value_of(parameter, device)
+        """A copy of the parameter with its initial value."""
+        value = parameter.detach().clone() if self.replay is None else self.value_of(parameter, device)
         return nn.Parameter(value, parameter.requires_grad)
 
     def whole(self, device: torch.device) -> nn.Module:
@@ -52,11 +53,11 @@ class Blueprint:
         return self.model
 
     def value_of(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor if self.recording is None or not tensor.is_meta else self.recording.value(tensor).to(device)
+        return tensor if self.replay is None or not tensor.is_meta else self.replay.value(tensor).to(device)
 
 
 def blueprint_of(job: Job, device: torch.device) -> Blueprint:
-    """The job's model: on the device if the job has it whole, else built without memory."""
+    """The job's model: on the device if the job has it as a module, otherwise built without memory."""
     if isinstance(job.model, nn.Module):
         without = [name for name, tensor in job.model.state_dict(keep_vars=True).items() if tensor.is_meta]
         if without:
@@ -75,7 +76,7 @@ def blueprint_of(job: Job, device: torch.device) -> Blueprint:
         return model
 
     try:
-        model, recording = record(build, job.seed)
+        model, replay = record_build(build, job.seed)
     except (NotImplementedError, RuntimeError) as error:
         raise JobError(
             f"Job.model() failed where tensors have shapes and no values: {error}; "
@@ -83,11 +84,11 @@ def blueprint_of(job: Job, device: torch.device) -> Blueprint:
         ) from error
     if not isinstance(model, nn.Module):
         raise JobError(f"Job.model() built a {type(model).__name__}, not an nn.Module")
-    return Blueprint(model, recording)
+    return Blueprint(model, replay)
 
 
 def _replace_tensors(model: nn.Module, new: Callable[[Tensor], Tensor]) -> None:
-    """One for another everywhere in a model; what is shared stays shared."""
+    """Replace every tensor of a model. Tensors that are shared stay shared."""
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
     for held, name in _held_by(model):
         old = held[name]

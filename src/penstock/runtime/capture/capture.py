@@ -29,11 +29,11 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CaptureError, JobError
 from penstock.runtime.capture.aliases import mutated_arguments, observe, observe_without_values
+from penstock.runtime.capture.build_replay import CPU, META, WithoutValues
 from penstock.runtime.capture.fidelity import check_same, copied, have_values, tensors_in, untouched
 from penstock.runtime.capture.grouping import CapturedLayer, group_into_layers
 from penstock.runtime.capture.layer_drop import LayerDropError, WithoutLayerDrop, WithoutScalarDraws
 from penstock.runtime.capture.reasons import why
-from penstock.runtime.capture.recording import CPU, META, WithoutValues
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +45,16 @@ class Captured:
     front_end: str
     graph: fx.Graph
     root: nn.Module
-    """holds what the graph names: parameters, buffers, modules"""
+    """Has what the graph refers to: parameters, buffers, modules."""
     layers: tuple[CapturedLayer, ...]
     canonical_names: dict[int, str]
-    """id of a parameter or buffer -> the first name the model gives it"""
+    """The first name that the model gives to a parameter or buffer, by its ``id``."""
     bind: Callable[[Any], list[Any]]
-    """the job's inputs, in the order of the graph's placeholders"""
+    """Puts the job's inputs into the order of the graph's placeholders."""
     rebuild_output: Callable[[Any], Any]
-    """what the graph's output node holds -> what the model returns"""
+    """Turns what the graph's output node returns into what the model returns."""
     reason: str = ""
-    """Why torch.export could not capture the model, where another front end did."""
+    """Why torch.export could not capture the model, if another front end did."""
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -62,7 +62,7 @@ class Captured:
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a job's inputs reach the model: a dict by name, a tuple or list by position, anything else alone."""
+    """How a job's inputs are passed to the model: a dict by name, a tuple or list by position, anything else alone."""
     if isinstance(inputs, dict):
         return (), inputs
     if isinstance(inputs, (tuple, list)):
@@ -78,11 +78,11 @@ def capture(
     mode: Literal["train", "eval"] = "train",
     only: str | None = None,
 ) -> Captured:
-    """Capture ``model`` in a mode, leaving it as it was: weights, buffers, mode and random state.
+    """Capture ``model`` in a mode. Its weights, buffers, mode and random state stay as they were.
 
-    ``others`` are inputs of further batches, for the sizes besides the number of samples that differ between batches.
-    ``only`` names the one front end to try.
-    A model on the meta device is captured there, for the device that the inputs are on.
+    ``others`` are the inputs of further batches. Dimensions whose sizes differ between batches become variable, besides
+    the number of samples. ``only`` names the one front end to try. A model on the meta device is captured there, for
+    the device of the inputs.
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return _capture(model, inputs, others, mode, only)
@@ -95,7 +95,8 @@ def capture(
 
 
 def _move_from_meta(captured: Captured, device: torch.device) -> None:
-    """A graph remembers where the tensors that it makes were, also inside regions without gradients or autocast."""
+    """Replace the meta device in a graph, which remembers the device of tensors that it makes, also in nested
+    graphs."""
     elsewhere: dict[Any, Any] = {META: device, META.type: device.type}
     inner = [module for module in captured.root.modules() if isinstance(module, fx.GraphModule)]
     for graph in (captured.graph, *(module.graph for module in inner)):
@@ -122,9 +123,9 @@ def _capture(model: nn.Module, inputs: Any, others: Sequence[Any], mode: str, on
                     _check(model, captured, inputs, others)
                 except LayerDropError:
                     raise
-                except Exception as error:  # whatever a front end cannot do, the next may
+                except Exception as error:  # the next front end may succeed
                     log.debug("front end %s: %s", name, error, exc_info=True)
-                    reasons.setdefault(name, why(error))  # the same again, or of a larger piece
+                    reasons.setdefault(name, why(error))  # later reasons are about larger pieces
                     continue
                 if name != "export" and "export" in reasons:
                     captured = replace(captured, reason=reasons["export"])
@@ -139,7 +140,7 @@ def _capture(model: nn.Module, inputs: Any, others: Sequence[Any], mode: str, on
 
 
 def _check_runs(model: nn.Module, inputs: Any) -> None:
-    """Raise what is wrong with the model itself: one that cannot run cannot be captured by anybody."""
+    """Raise an error if the model itself does not run, since no front end can capture it then."""
     under_way: list[str] = []
     hooks = []
     for name, module in model.named_modules():
@@ -168,7 +169,7 @@ def _shapes(inputs: Any) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """A front end that cannot do a model says so at length; what it prints goes to the debug log."""
+    """Sends the output of front ends to the debug log. They print much when they fail."""
     level, printed = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)
     try:
@@ -210,7 +211,7 @@ def _export(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
 
 @contextmanager
 def _plain_output(model: nn.Module) -> Iterator[None]:
-    """Have None stand for whatever a graph cannot return, such as a cache of keys and values that is for inference."""
+    """Replaces outputs that a graph cannot return by None, such as a cache of keys and values for inference."""
     plain = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str)
 
     def keep_plain(_module: nn.Module, _arguments: Any, output: Any) -> Any:
@@ -225,7 +226,7 @@ def _plain_output(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _no_frozen_draws() -> Iterator[None]:
-    """Tracing follows torch's random numbers; those of numpy and Python would become constants."""
+    """Refuses random numbers of numpy and Python, which tracing would turn into constants. Torch's are traced."""
     before = random.getstate(), np.random.get_state(legacy=False)
     yield
     after = random.getstate(), np.random.get_state(legacy=False)
@@ -235,7 +236,8 @@ def _no_frozen_draws() -> Iterator[None]:
 
 
 def _varying(leaf: Any, *others: Any) -> Any:
-    """Let the first dimension vary, as the last microbatch may be smaller, and those that differ between batches."""
+    """Make the first dimension variable, as the last microbatch may be smaller, and all dimensions that differ between
+    batches."""
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return None
     shapes = [other.shape for other in others if isinstance(other, Tensor) and other.dim() == leaf.dim()]
@@ -244,7 +246,7 @@ def _varying(leaf: Any, *others: Any) -> Any:
 
 
 def _check_sizes(leaves: Sequence[Any], placeholders: Sequence[fx.Node]) -> None:
-    """A size that export took as fixed is a number in the graph, which would go on computing with it."""
+    """A size that export took as fixed is a constant of the graph, which would be wrong for other sizes."""
     for leaf, node in zip(leaves, placeholders, strict=True):
         if not isinstance(leaf, Tensor):
             continue
@@ -260,7 +262,7 @@ def _check_sizes(leaves: Sequence[Any], placeholders: Sequence[fx.Node]) -> None
 
 
 def _number(size: int | torch.SymInt) -> int | None:
-    """What a size is, if export took it as fixed: it may have found out late, and left a symbol that stands for it."""
+    """The size if export took it as fixed. Export may decide that late, and leave a symbol that stands for a number."""
     if isinstance(size, int):
         return size
     found: int | None = size.node.maybe_as_int()
@@ -268,12 +270,12 @@ def _number(size: int | torch.SymInt) -> int | None:
 
 
 def _by_parameter(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """dynamic_shapes wants one entry per parameter of forward, by name, so that ``*args`` is one."""
+    """dynamic_shapes needs one entry per parameter of forward, by name; ``*args`` is one parameter."""
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Export's own checks of sizes would tie a stage to values that it does not need."""
+    """Export's own checks of sizes would make a stage depend on values that it does not need."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and "assert" in str(node.target):
             graph.erase_node(node)
@@ -290,7 +292,7 @@ def _fx(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Callab
 
 
 class _LeafTracer(fx.Tracer):
-    """Keeps modules nested ``depth`` deep, or deeper, whole."""
+    """Does not trace into modules that are nested ``depth`` deep or deeper."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -324,7 +326,7 @@ def _module(model: nn.Module, inputs: Any, others: Sequence[Any]) -> Iterator[Ca
 
 
 def _chain(model: nn.Module, root: nn.Module, names: list[str], inputs: Any) -> Captured:
-    """A graph that calls one module after another; the first gets all of the job's inputs."""
+    """A graph that calls one module after another. The first gets all of the job's inputs."""
     args, kwargs = call_arguments(inputs)
     keys = list(kwargs)
     graph = fx.Graph()

@@ -1,4 +1,4 @@
-"""Whether a captured graph computes what the model computes: outputs and gradients. Leaves the model as it was."""
+"""Compares outputs and gradients of a captured graph with those of the model. Leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = Callable[[Any], Any]
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Put mode, buffers, gradients and the random states of torch, numpy and Python back afterwards."""
+    """Restores mode, buffers, gradients and the random states of torch, numpy and Python afterwards."""
     modes = {module: module.training for module in model.modules()}
     held = {module: dict(module._buffers) for module in model.modules()}  # a model may assign others, even fx's proxies
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
@@ -48,16 +48,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def check_same(model: nn.Module, run_model: Run, run_graph: Run, inputs: Any, others: Sequence[Any]) -> None:
     """The graph must compute what the model computes, for this batch, for a smaller one and for the others.
 
-    Each starts alike, also where the model changes its buffers or writes into its inputs. Gradients are compared for
-    this batch, when the model is trained. Without values only shapes can be compared, and nothing if the model asks for
-    values that it can do without when it is captured.
+    Both start from the same state, even if the model changes its buffers or writes into its inputs. Gradients are
+    compared for this batch if the model is in training mode. Without values only shapes are compared, or nothing if the
+    model reads values that capturing does not need.
     """
     has_values = have_values(inputs)
     if has_values:
         with _without_zeros(model):
             try:
                 expected = _outcome(model, run_model, inputs, differentiate=model.training)
-            except Exception:  # it may be for inference alone
+            except Exception:  # the model may be for inference alone
                 expected = _outcome(model, run_model, inputs, differentiate=False)
             _compare(expected, _outcome(model, run_graph, inputs, differentiate=expected.gradients is not None))
     smaller = pytree.tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() > 0 and len(x) > 1 else x, inputs)
@@ -65,7 +65,7 @@ def check_same(model: nn.Module, run_model: Run, run_graph: Run, inputs: Any, ot
         try:
             expected = _outcome(model, run_model, given, differentiate=False)
         except Exception:
-            continue  # the model itself does not take that size
+            continue  # the model itself does not accept that size
         _compare(expected, _outcome(model, run_graph, given, differentiate=False))
 
 
@@ -73,12 +73,12 @@ def check_same(model: nn.Module, run_model: Run, run_graph: Run, inputs: Any, ot
 class _Outcome:
     output: list[Tensor]
     gradients: dict[str, Tensor] | None
-    """of a weighted sum of the output, by parameter; None where they were not asked for or cannot be found"""
+    """Gradients of a weighted sum of the output, by parameter; None if they are not needed or cannot be computed."""
 
 
 def _outcome(model: nn.Module, run: Callable[[Any], Any], inputs: Any, *, differentiate: bool) -> _Outcome:
     with untouched(model), torch.set_grad_enabled(differentiate):
-        random.seed(1)  # not as when it was captured: a number drawn then must not be a constant of the graph
+        random.seed(1)  # another seed than in capture: a number drawn then must not be a constant of the graph
         np.random.seed(1)
         output = tensors_in(run(copied(inputs)))
         gradients = _gradients(model, output) if differentiate else None
@@ -102,7 +102,7 @@ def _gradients(model: nn.Module, output: list[Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Small random numbers in place of parameters that are all zero, which would hide what is done with them."""
+    """Replaces parameters that are all zero by small random numbers, since zeros would hide what is done with them."""
     generator = torch.Generator().manual_seed(0)
     zeros = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point() and not p.any()}
     try:
@@ -121,8 +121,8 @@ def copied(inputs: Any) -> Any:
 
 
 GRADIENT_TOLERANCE, ROUNDING = 1e-3, 1e-5
-"""How far a gradient may be off beside its largest element, or if that is less, beside the largest of all times this:
-a gradient that is zero but for rounding has no size of its own."""
+"""The tolerance of a gradient, relative to its largest element, or to ROUNDING times the largest element of all
+gradients if that is more: a gradient that is zero except for rounding has no scale of its own."""
 
 
 def _compare(expected: _Outcome, found: _Outcome) -> None:
@@ -153,7 +153,7 @@ def _size(gradient: Tensor | None) -> float:
 
 
 def _difference(one: Tensor | None, other: Tensor | None) -> float:
-    """The largest of any element; a gradient that is missing counts as zero, and NaN is the same as NaN alone."""
+    """The largest difference of any element. A missing gradient counts as zero, and NaN equals only NaN."""
     if one is None or other is None:
         return max(_size(one), _size(other))
     if not torch.equal(one.isnan(), other.isnan()):

@@ -26,11 +26,11 @@ class CapturedLayer:
 
 
 LOSS = "loss"
-"""The name of the last layer of every graph, which is not in the model: the job's loss of the model's output."""
+"""The name of the last layer of every graph, which is not part of the model: the job's loss."""
 
 
 def group_into_layers(graph: fx.Graph, root: nn.Module) -> tuple[CapturedLayer, ...]:
-    """Every operation in one layer; the loss, which has none, comes last."""
+    """Every operation is in one layer. The last layer is the loss, which has no operations."""
     read_after_write(graph)
     _keep_getitem_with_its_producer(graph)
     runs: list[tuple[str, list[fx.Node]]] = []
@@ -62,12 +62,12 @@ def group_into_layers(graph: fx.Graph, root: nn.Module) -> tuple[CapturedLayer, 
 
 
 def is_operation(node: fx.Node) -> bool:
-    """Whether a node belongs to a layer: inputs, parameters and plain numbers do not."""
+    """Whether a node belongs to a layer. Inputs, parameters and plain numbers do not."""
     return node.op in ("call_function", "call_method", "call_module") and not is_number(node)
 
 
 def is_number(node: fx.Node) -> bool:
-    """Sizes and arithmetic on them. They cost nothing: whichever stage needs one computes it for itself."""
+    """Whether a node is a size or arithmetic on sizes. These cost nothing: each stage computes those it needs."""
     if node.op not in ("call_function", "call_method"):
         return False
     value = node.meta.get("val")
@@ -83,7 +83,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def _keep_getitem_with_its_producer(graph: fx.Graph) -> None:
-    """Right behind it in the order too, so that only tensors cross from layer to layer."""
+    """Move it right after its producer in the order, so that only tensors pass from layer to layer."""
     for node in list(graph.nodes):
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_operation(node):
             source = node.args[0]
@@ -101,7 +101,8 @@ def _scope(node: fx.Node) -> str:
 
 
 def _name(scope: str, first: fx.Node, root: nn.Module) -> tuple[str, str]:
-    """A module of torch's own gives its name and class to the layer; elsewhere the first operation does."""
+    """A layer has the name and class of its module if that is one of torch's own, otherwise those of the first
+    operation."""
     if first.op == "call_module":
         return scope, type(root.get_submodule(scope)).__name__
     module_class = _module_class(first)

@@ -1,4 +1,4 @@
-"""Operations that write into their arguments, and how to keep them harmless when a model is cut."""
+"""Makes operations that write into their arguments safe for cutting."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from penstock.runtime.capture.aliases import Alias, alias_of_first, mutated_argu
 
 
 def read_after_write(graph: fx.Graph) -> None:
-    """Leave the order of operations to the edges alone, so that a cut may fall between any two.
+    """Make the order of operations follow from the edges alone, so that a cut may be between any two.
 
-    Whoever reads a value after it is overwritten reads the result of the overwriting instead, which is the same
-    tensor. Where others read it before, what is overwritten is a copy: a cut could make them read later. If only a part
-    of the value is overwritten, through a view, later readers of the rest or of other views read what it became.
+    Readers of a value after it is overwritten are redirected to the result of the overwriting, which is the same
+    tensor. If others read it before, a copy is overwritten instead, since a cut could make them read later. If only a
+    part of the value is overwritten, through a view, later readers of the rest or of other views read the changed
+    value.
     """
     _keep_copies_apart(graph)
     _write_buffers_early(graph)
@@ -29,7 +30,7 @@ def read_after_write(graph: fx.Graph) -> None:
 
 
 def touching_written_buffers(graph: fx.Graph) -> list[list[fx.Node]]:
-    """For each buffer that the graph writes to, all operations on it: the stage that has it must have them."""
+    """For each buffer that the graph writes to, all operations on it. They must be in the stage that has the buffer."""
     return [
         sorted({user for alias in _aliases(buffer) for user in alias.users if user.op != "output"})
         for buffer in _written_buffers(graph)
@@ -42,22 +43,22 @@ def _written_buffers(graph: fx.Graph) -> list[fx.Node]:
 
 
 def as_written(value: Any, _operation: Any) -> Any:
-    """A value after an operation has written to a part of it."""
+    """The value after an operation has written to a part of it."""
     return value
 
 
 def apart(value: Tensor, source: Tensor) -> Tensor:
-    """A value that has memory of its own, also for batches for which its operation returned its argument's."""
+    """The value in its own memory, also for batches for which its operation returned the argument's memory."""
     same = value.untyped_storage()._cdata == source.untyped_storage()._cdata
     return value.clone() if same else value
 
 
 _SIZES_DECIDE = {"contiguous", "reshape", "reshape_as", "flatten", "ravel", "to"}
-"""Operations that copy or not, as the layout of their argument has it: one sample is contiguous in any order."""
+"""Operations that copy or not depending on the layout of their argument. One sample is contiguous in any order."""
 
 
 def _keep_copies_apart(graph: fx.Graph) -> None:
-    """What was a copy when the graph was observed stays one, if it or what it was copied from is overwritten."""
+    """What was a copy when the graph was observed stays a copy, if it or its source is overwritten."""
     written = {base_of(argument) for node in graph.nodes for argument in mutated_arguments(node)}
     for node in list(graph.nodes):
         source = node.args[0] if node.args else None
@@ -110,7 +111,7 @@ def _read_value_after(graph: fx.Graph, node: fx.Node, written: fx.Node, base: fx
 
 
 def _read_result(graph: fx.Graph, node: fx.Node, given: fx.Node, written: fx.Node, users: list[fx.Node]) -> None:
-    """Have these users of ``written`` read what ``node`` made of it, which it was ``given`` under this name."""
+    """Make these users of ``written`` read the result of ``node`` instead, which got the value as ``given``."""
     if users and not _returns(node, given):
         with graph.inserting_after(node):
             result = _like(graph.call_function(as_written, (given, node)), node, written, None)
@@ -121,7 +122,7 @@ def _read_result(graph: fx.Graph, node: fx.Node, given: fx.Node, written: fx.Nod
 
 
 def _returns(node: fx.Node, argument: fx.Node) -> bool:
-    """Whether the value of an operation is the argument that it has overwritten, as it is for most."""
+    """Whether an operation returns the argument that it has overwritten, as most do."""
     return bool(node.args) and node.args[0] is argument and alias_of_first(node) == "same"
 
 
@@ -130,10 +131,10 @@ def _clone(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _again(graph: fx.Graph, views: list[fx.Node], whole: fx.Node, node: fx.Node) -> fx.Node:
-    """The same view of another value; part of the operation ``node``, as far as layers go."""
+    """The same views of another value, as part of the layer of ``node``."""
     made = whole
     for view in views:
-        if not _writes(view) and _operation_name(view) not in ("contiguous", "to"):  # they returned their argument
+        if not _writes(view) and _operation_name(view) not in ("contiguous", "to"):  # these returned their argument
             before, made = made, graph.node_copy(view)
             made.args = (before, *view.args[1:])
             _like(made, node, view, alias_of_first(view))
@@ -142,7 +143,8 @@ def _again(graph: fx.Graph, views: list[fx.Node], whole: fx.Node, node: fx.Node)
 
 
 def _read_buffer_apart(graph: fx.Graph, buffer: fx.Node) -> None:
-    """Readers have a copy, made at once: when autograd or transport use it, others may have written to it again."""
+    """Give readers of a buffer a copy, made at once. The buffer may be written again before autograd or transport use
+    it."""
     aliases = _aliases(buffer)
     writings = [node for node in graph.nodes if any(written in aliases for written in mutated_arguments(node))]
     for alias in aliases:
@@ -159,13 +161,13 @@ def _read_buffer_apart(graph: fx.Graph, buffer: fx.Node) -> None:
 
 
 def _write_buffers_early(graph: fx.Graph) -> None:
-    """Export puts a buffer's new value back at the very end, whichever layer it is of."""
+    """Move writes to buffers to their layers. Export puts them all at the end."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.copy_.default and base_of(node).op == "get_attr" and not node.users:
             buffer, value = node.args[0], node.args[1]
             assert isinstance(buffer, fx.Node)
             if isinstance(value, fx.Node) and base_of(value) is buffer:
-                graph.erase_node(node)  # it is there already
+                graph.erase_node(node)  # it is written already
             elif isinstance(value, fx.Node):
                 last = max([value, *(user for user in buffer.users if user is not node)])
                 last.append(node)
@@ -185,7 +187,7 @@ def _aliases(base: fx.Node) -> list[fx.Node]:
 
 
 def _path(base: fx.Node, alias: fx.Node) -> list[fx.Node]:
-    """The views, and writings, that lead from a value to a name of its memory, which comes last."""
+    """The views and writes that lead from a value to another name of its memory, which comes last."""
     found: list[fx.Node] = []
     while alias is not base:
         found.insert(0, alias)
@@ -198,23 +200,24 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _like(made: fx.Node, node: fx.Node, value: fx.Node, alias: Alias | None) -> fx.Node:
-    """``made`` belongs with ``node``, has the shape of ``value`` and shares memory with its first argument as said."""
+    """``made`` belongs to the layer of ``node``, has the shape of ``value``, and shares memory with its first argument
+    as ``alias`` says."""
     made.meta = {**node.meta, "val": value.meta.get("val")}
     set_findings(made, alias)
     return made
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Where the memory behind a node comes from, through views of it."""
+    """The node that made the memory of a node, through views."""
     return names_of_memory(node)[-1]
 
 
 def names_of_memory(node: fx.Node) -> list[fx.Node]:
-    """The node and the values whose memory it has: through views and writings back to where the memory was made."""
+    """The node and all values that share its memory, through views and writes, back to where the memory was made."""
     found = [node]
     while alias := alias_of_first(found[-1]):
         source = cast(fx.Node, found[-1].args[0])
         if alias == "item" and alias_of_first(source) is None:
-            break  # several tensors were made at once, and this is one of them
+            break  # an operation made several tensors, and this is one of them
         found.append(source)
     return found

@@ -1,9 +1,9 @@
 """LayerDrop: models that skip whole layers at random, by ``if torch.rand([]) < self.layerdrop``.
 
-No graph can hold such a choice. At rate 0, which is the usual one, there is nothing to choose: under
-``WithoutLayerDrop`` the model computes as if the line were not there. The number is drawn all the same, sometimes
-without being compared with anything, and the graph leaves it out. So that both draw the same numbers elsewhere, when
-they are compared, a single random number is then ``SCALAR`` and takes nothing from the generator.
+A graph cannot contain such a choice. At rate 0, which is usual, there is nothing to choose: under ``WithoutLayerDrop``
+the model computes as if the line were not there. The model still draws the number, sometimes without comparing it with
+anything, but the graph does not. When the two are compared, every single random number is therefore ``SCALAR`` and
+takes nothing from the generator, so that both draw the same numbers elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BELOW, _ABOVE = ("lt", "__lt__", "le", "__le__"), ("gt", "__gt__", "ge", "__ge_
 
 
 class LayerDropError(CaptureError):
-    """A model that skips layers at random is refused; a larger piece of it would skip them too."""
+    """Raised for a model that skips layers at random. Trying a larger piece of the model would not help."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Choice:
 
 
 class WithoutLayerDrop(TorchFunctionMode):
-    """Answers ``if torch.rand([]) < 0`` with no, and refuses the same at a rate that leaves a choice.
+    """Makes ``torch.rand([]) < 0`` False, and refuses the comparison at rates that leave a choice.
 
     With ``draws`` off, a single random number is always ``SCALAR``.
     """
@@ -76,7 +76,7 @@ class WithoutLayerDrop(TorchFunctionMode):
         return choice.is_below == (choice.rate >= 1)
 
     def _caller(self) -> str:
-        """The innermost module at work."""
+        """The innermost module that is running."""
         names = {id(module): name for name, module in self.model.named_modules()}
         frame = sys._getframe()
         while frame.f_back is not None:
@@ -97,7 +97,7 @@ class WithoutScalarDraws(fx.Interpreter):
 
 
 def without_scalar(draw: Callable[[], Any]) -> Any:
-    """What ``draw`` makes, or if that is a single number, ``SCALAR`` and the generator as it was."""
+    """What ``draw`` returns; but if that is a single number, ``SCALAR``, with the generator restored."""
     before = torch.get_rng_state()
     drawn = draw()
     if not isinstance(drawn, Tensor) or drawn.dim() > 0:

@@ -1,8 +1,8 @@
-"""Random numbers that depend on the run, the microbatch and the layer alone: every plan draws the same.
+"""Random numbers that depend only on the run, the microbatch and the layer: every plan draws the same.
 
-Generators are seeded anew right before each operation that draws, so nothing else that draws in the same process, and
-no order of microbatches, matters. Generators belong to the process: a lock is held from the seed to the end of the
-operation, so that workers that are threads of one process do not draw from each other's seeds.
+Generators are seeded right before each operation that draws. So neither other draws in the same process nor the order
+of microbatches matter. Generators belong to the process: a lock is held from seeding to the end of the operation, so
+that workers that are threads of one process do not use each other's seeds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 _GENERATORS = threading.RLock()
-"""Held by whoever seeds a generator and draws from it."""
+"""Held while a generator is seeded and drawn from."""
 
 
 class _Current(threading.local):
@@ -32,7 +32,7 @@ _current = _Current()
 
 def mixed(*numbers: int) -> int:
     """A seed made of these numbers, the same in every process."""
-    return hash(numbers) % 2**63  # hashes of integers, unlike those of strings, do not differ between processes
+    return hash(numbers) % 2**63  # hashes of integers are the same in every process, unlike those of strings
 
 
 def name_number(name: str) -> int:
@@ -40,14 +40,14 @@ def name_number(name: str) -> int:
 
 
 def seed_torch(seed: int) -> None:
-    """As torch.manual_seed does, for the CPU and the current GPU: that takes 1 µs, and all devices take 80."""
+    """Like torch.manual_seed, but only for the CPU and the current GPU, which takes 1 µs instead of 80."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
 
 
 def seed_all(seed: int) -> None:
-    """The generators of torch, Python and numpy; some 5 µs."""
+    """Seed the generators of torch, Python and numpy. Takes about 5 µs."""
     seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -55,7 +55,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def generators_put_back() -> Iterator[None]:
-    """Nobody else may seed or draw meanwhile; afterwards all generators are as they were."""
+    """Restores all generators afterwards. Nobody else may seed or draw meanwhile."""
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with _GENERATORS, torch.random.fork_rng(devices=gpus):
         python, numpy = random.getstate(), np.random.get_state()
@@ -68,9 +68,9 @@ def generators_put_back() -> Iterator[None]:
 
 @contextmanager
 def drawing(key: int) -> Iterator[None]:
-    """Let the layers that this thread computes draw by this key: that of a run's microbatch.
+    """Makes the layers that this thread computes draw by this key, which belongs to a microbatch of a run.
 
-    Without a key they draw from the generators as they are, like any torch module.
+    Without a key, they draw from the generators as they are, like any torch module.
     """
     before, _current.key = _current.key, key
     try:
@@ -80,23 +80,23 @@ def drawing(key: int) -> Iterator[None]:
 
 
 def seed_by(key: int) -> None:
-    """For code of the job's that draws outside any layer, such as an optimizer that adds noise."""
+    """For code of the job that draws outside any layer, such as an optimizer that adds noise."""
     with _GENERATORS:
         seed_torch(key)
 
 
 class Keyed(nn.Module):
-    """An operation or module of a section that draws: seeded by the current key and a number of its own."""
+    """An operation or module of a section that draws. It is seeded by the current key and a number of its own."""
 
     def __init__(self, compute: Callable[..., Any], number: int, *, torch_alone: bool) -> None:
-        """``torch_alone`` says that it draws from torch's generators only."""
+        """``torch_alone`` says that it draws only from torch's generators."""
         super().__init__()
         self.number = number
         self.seed_generators = seed_torch if torch_alone else seed_all
         self.compute = compute
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # which can't trace a lock; compiled workers are processes
+        if torch.compiler.is_compiling():  # it cannot trace a lock; compiled workers are separate processes
             self.seed()
             return self.compute(*args, **kwargs)
         with _GENERATORS:
@@ -109,12 +109,12 @@ class Keyed(nn.Module):
 
 
 def keyed_function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function as a layer of this name: if it may draw, seeded by the current key."""
+    """The function as a layer of this name: seeded by the current key, if it may draw."""
     return Keyed(function, name_number(name), torch_alone=False) if function_may_draw(function) else function
 
 
 def keyed(node: fx.Node, targets: dict[str, Any], number: int) -> None:
-    """Have a node of a section's graph seed before it draws. ``targets`` is what the graph's names stand for."""
+    """Make a node of a section's graph seed before it draws. ``targets`` has what the graph's names stand for."""
     name = f"draw_{node.name}"
     if node.op == "call_module":
         compute = targets[str(node.target)]
@@ -142,14 +142,14 @@ _DRAWING = frozenset({
     "randn_like", "random", "randperm", "rnn_relu", "rnn_tanh", "rrelu", "rrelu_with_noise",
     "scaled_dot_product_attention", "uniform",
 })
-"""Functions and methods of torch that may draw, without the underscore of those in place."""
+"""Functions and methods of torch that may draw, without the underscore of in-place ones."""
 # fmt: on
 _DETERMINISTIC_ORIGINS = ("torch", "_operator", "builtins", "math", "penstock.runtime")
-"""Packages whose functions draw nothing, but for those in ``_DRAWING``. Capture adds functions of its own to graphs."""
+"""Packages whose functions draw nothing, except those in ``_DRAWING``. Capture adds its own functions to graphs."""
 
 
 def may_draw(node: fx.Node, root: nn.Module) -> bool:
-    """Whether an operation of a captured graph may draw random numbers; where nobody can tell, it may."""
+    """Whether an operation of a captured graph may draw random numbers; True if unknown."""
     if node.op == "call_method":
         return str(node.target).rstrip("_") in _DRAWING
     if node.op == "call_module":
@@ -174,7 +174,7 @@ def _operator_may_draw(node: fx.Node, operator: torch._ops.OpOverload[..., Any])
 
 
 def _regions(node: fx.Node, root: nn.Module) -> Iterable[fx.GraphModule]:
-    """The graphs that an operation on graphs is given, such as a region without gradients."""
+    """The graphs that an operation gets as arguments, such as a region without gradients."""
     for source in node.all_input_nodes:
         if source.op == "get_attr":
             path, _, name = str(source.target).rpartition(".")
@@ -186,7 +186,7 @@ def _regions(node: fx.Node, root: nn.Module) -> Iterable[fx.GraphModule]:
 def function_may_draw(function: Callable[..., Any]) -> bool:
     if isinstance(function, nn.Module):
         return module_may_draw(function)
-    origin = getattr(function, "__module__", None) or "torch"  # torch's own in C++ have none
+    origin = getattr(function, "__module__", None) or "torch"  # torch's own functions in C++ have none
     name = getattr(function, "__name__", "")
     known = any(f"{origin}.".startswith(f"{package}.") for package in _DETERMINISTIC_ORIGINS)
     if origin == "torch.nn.init" or not known:
@@ -199,7 +199,7 @@ def module_may_draw(module: nn.Module) -> bool:
 
 
 def _draws_itself(module: nn.Module) -> bool:
-    """Beside what the modules inside it draw."""
+    """Whether a module draws by itself, apart from the modules inside it."""
     if isinstance(module, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
         return True
     if isinstance(module, _DropoutNd):

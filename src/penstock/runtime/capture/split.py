@@ -1,7 +1,7 @@
 """Cuts a captured graph into sections: one per stage to run it, one per layer to measure it.
 
-A section is a function of the model inputs and the values it receives, over its own part of the model's parameters,
-known by the model's own names.
+A section is a function of model inputs and received values, over its own part of the model's parameters, which keep the
+model's names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PlanError
+from penstock.graph import by_edge
 from penstock.runtime.capture.aliases import mutated_arguments
 from penstock.runtime.capture.capture import Captured
 from penstock.runtime.capture.grouping import is_number, is_operation
@@ -25,25 +26,28 @@ from penstock.runtime.capture.randomness import keyed, may_draw, name_number
 @dataclass(frozen=True, kw_only=True)
 class Section:
     module: fx.GraphModule
-    """takes `reads` then `receives`; returns (values sent, what the output node needs or None)"""
+    """Takes the model inputs of ``reads``, then the values of ``received_names``. Returns the values of ``sent_names``,
+    and what the output node needs or None."""
     reads: tuple[int, ...]
-    """positions of the model inputs it takes from its own loader"""
-    receives: tuple[str, ...]
-    sends: tuple[str, ...]
+    """Positions of the model inputs that it takes from its own loader."""
+    received_names: tuple[str, ...]
+    sent_names: tuple[str, ...]
     makes_output: bool
     parameters: Mapping[str, nn.Parameter]
-    """by the model's own names, a tied one once"""
+    """By the model's own names; a shared parameter comes once."""
     local_names: Mapping[str, tuple[str, ...]]
-    """the names by which the module knows each of them"""
+    """The names of each parameter in the module."""
     buffers: Mapping[str, Tensor]
-    """by the model's own names; the module updates them in place"""
+    """By the model's own names. The module updates them in place."""
     functional: Callable[..., Any] | None = None
-    """as torch.func.functional_call, a way to run the module with other tensors that is not to swap them here"""
+    """A replacement for torch.func.functional_call that runs the module with other tensors. If None, tensors are
+    swapped in place."""
 
     def run(
         self, leaves: Mapping[str, Tensor], arguments: Iterable[Any], buffers: Mapping[str, Tensor] | None = None
     ) -> tuple[tuple[Any, ...], Any]:
-        """Compute with the given tensors in place of the parameters, and of buffers by the module's names."""
+        """Compute with the given tensors in place of the parameters. ``buffers``, by the module's names, replace
+        buffers."""
         result: tuple[tuple[Any, ...], Any]
         if self.functional is not None:
             given = {local: leaves[name] for name, locals_ in self.local_names.items() for local in locals_}
@@ -55,8 +59,8 @@ class Section:
         try:
             for (holder, key), tensor in swaps:
                 holder[key] = tensor
-            result = self.module.forward(*arguments)  # nobody has put a hook on what was made here
-        finally:  # others may hold the same modules
+            result = self.module.forward(*arguments)  # modules made here have no hooks
+        finally:  # the modules may be shared
             for ((holder, key), _), before in zip(swaps, own, strict=True):
                 holder[key] = before
         return result
@@ -68,7 +72,7 @@ class Section:
 
     @cached_property
     def _parameter_slots(self) -> list[tuple[str, _Slot]]:
-        """Where the module keeps each parameter: finding them takes as long as small layers do."""
+        """Where the module keeps each parameter. Cached, since finding them takes as long as a small layer."""
         return [
             (name, _slot(self.module, local, "_parameters"))
             for name, locals_ in self.local_names.items()
@@ -82,7 +86,7 @@ class Section:
 
 
 _Slot = tuple[dict[str, Tensor | None], str]
-"""A module's own dictionary of tensors, and the key in it."""
+"""The dictionary in which a module keeps tensors, and the key."""
 
 
 def _slot(module: nn.Module, name: str, kind: str) -> _Slot:
@@ -92,9 +96,9 @@ def _slot(module: nn.Module, name: str, kind: str) -> _Slot:
 
 @dataclass(frozen=True)
 class Splitter:
-    """Answers which values each layer makes and reads, and builds sections from sets of layers.
+    """Knows which values each layer makes and reads, and builds sections from sets of layers.
 
-    Layers are numbered by their place in ``captured.layers``; the last is the loss, which reads the model's output.
+    Layers are numbered by their place in ``captured.layers``. The last one is the loss, which reads the model's output.
     """
 
     captured: Captured
@@ -105,8 +109,8 @@ class Splitter:
 
     @cached_property
     def draws(self) -> dict[fx.Node, int]:
-        """The operations that may draw random numbers, each with a number of its own: by the layer's name and its place
-        among those of the layer. So it does not depend on how layers are put into sections."""
+        """The operations that may draw random numbers, each with a number of its own. It follows from the layer's name
+        and the operation's place in the layer, so it does not depend on how layers are put into sections."""
         return {
             node: name_number(f"{layer.name}/{place}")
             for layer in self.captured.layers
@@ -119,7 +123,7 @@ class Splitter:
 
     @cached_property
     def consumers(self) -> dict[fx.Node, tuple[int, ...]]:
-        """For each value that leaves its layer, the layers that read it, in the order of the graph."""
+        """For each value that leaves its layer, the layers that read it, in graph order."""
         found: dict[fx.Node, dict[int, None]] = {node: {} for node in self.layer_of}
         for node, index in self.layer_of.items():
             for source in self._tensor_sources(node.all_input_nodes):
@@ -139,18 +143,15 @@ class Splitter:
         return tuple(self._tensors(self.captured.layers[layer].nodes))
 
     def held_by(self, layers: Iterable[int]) -> Iterator[Tensor]:
-        """The parameters, buffers and constants that these layers use; one that several use comes several times."""
+        """The parameters, buffers and constants that these layers use. One that several layers use comes several
+        times."""
         return (tensor for layer in layers for tensor in self._held(self.captured.layers[layer].nodes))
 
     def edge_values(self, stages: Sequence[Collection[int]]) -> dict[tuple[int, int], tuple[str, ...]]:
-        """For each pair of stages that exchange anything, the names of the values, in the order of the graph."""
+        """For each pair of stages that exchange values, the names of the values, in graph order."""
         stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
-        found: dict[tuple[int, int], list[str]] = {}
-        for node, readers in self.consumers.items():
-            source = stage_of[self.layer_of[node]]
-            for target in sorted({stage_of[reader] for reader in readers} - {source}):
-                found.setdefault((source, target), []).append(node.name)
-        return {edge: tuple(names) for edge, names in found.items()}
+        made = ((node.name, self.layer_of[node], readers) for node, readers in self.consumers.items())
+        return {edge: tuple(names) for edge, names in by_edge(made, stage_of).items()}
 
     def section(self, layers: Collection[int]) -> Section:
         """The part of the graph in these layers."""
@@ -172,7 +173,7 @@ class Splitter:
                 tensor, dimension = sizes[node]
                 size: fx.Node = graph.call_function(torch.ops.aten.sym_size.int, (copied(tensor), dimension))
                 return size
-            if node not in copies:  # a parameter, or a number that this section works out for itself
+            if node not in copies:  # a parameter, or a number that this section computes itself
                 copies[node] = graph.node_copy(node, copied)
             return copies[node]
 
@@ -192,8 +193,8 @@ class Splitter:
         return Section(
             module=module,
             reads=tuple(self.captured.placeholders.index(node) for node in inputs),
-            receives=tuple(node.name for node in received),
-            sends=tuple(node.name for node in sent),
+            received_names=tuple(node.name for node in received),
+            sent_names=tuple(node.name for node in sent),
             makes_output=has_loss,
             parameters=parameters,
             local_names={name: tuple(names) for name, names in local.items()},
@@ -209,7 +210,7 @@ class Splitter:
         return self.captured.graph.output_node()
 
     def _tensor_sources(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Through numbers back to the values and model inputs they are worked out from."""
+        """The values and model inputs that these nodes depend on, directly or through numbers."""
         found: dict[fx.Node, None] = {}
         stack = list(nodes)[::-1]
         while stack:
@@ -223,9 +224,9 @@ class Splitter:
     def _outside(
         self, nodes: list[fx.Node], members: set[fx.Node]
     ) -> tuple[set[fx.Node], dict[fx.Node, tuple[fx.Node, int]]]:
-        """The values and model inputs that these nodes need from elsewhere, and sizes that can be read off those.
+        """The values and model inputs that these nodes need from outside, and the sizes that can be read from those.
 
-        A stage that wants only the batch size of the model's input takes it from a tensor that it gets anyway.
+        A stage that needs only the batch size of the model's input takes it from a tensor that it receives anyway.
         """
         arguments = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in members)
         tensors = [node for node in arguments if node.op == "placeholder" or is_operation(node)]
@@ -236,7 +237,8 @@ class Splitter:
     def _clone_what_is_overwritten(
         self, graph: fx.Graph, nodes: list[fx.Node], copies: dict[fx.Node, fx.Node], received: list[fx.Node]
     ) -> None:
-        """Autograd forbids writing into a received tensor, which is a leaf here, by whichever of its names."""
+        """Clone received tensors that are overwritten under any of their names. They are leaves, and autograd forbids
+        writing to leaves."""
         for node in nodes:
             for written in mutated_arguments(node):
                 source = next((name for name in names_of_memory(written) if name in received), None)
@@ -244,7 +246,7 @@ class Splitter:
                     copies[source] = graph.call_method("clone", (copies[source],))
 
     def _targets(self, graph: fx.Graph) -> dict[str, Any]:
-        """What the graph names in the root: tensors for get_attr, modules for call_module."""
+        """What the graph refers to in the root: tensors for get_attr, modules for call_module."""
         targets: dict[str, Any] = {}
         for node in graph.nodes:
             name = str(node.target)
@@ -280,7 +282,7 @@ class Splitter:
 
 
 def _size_of_any(number: fx.Node, tensors: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-    """The tensor and dimension whose size this number is, by export's symbols."""
+    """The tensor and dimension with this size, by export's symbols."""
     value = number.meta.get("val")
     if not isinstance(value, torch.SymInt):
         return None
@@ -293,7 +295,7 @@ def _size_of_any(number: fx.Node, tensors: Iterable[fx.Node]) -> tuple[fx.Node, 
 
 
 def check_same_model(splitter: Splitter, names: Iterable[str], source: str) -> None:
-    """The layers of the captured model must be those that a plan or profile was made for."""
+    """Raise an error unless the captured model has the layers that a plan or profile was made for."""
     ours, theirs = [layer.name for layer in splitter.captured.layers], list(names)
     if ours == theirs:
         return

@@ -8,7 +8,7 @@ from penstock.errors import JobError, PenstockError
 from penstock.job import Job
 from penstock.run import RunDirectory
 from penstock.runtime.capture.blueprint import blueprint_of
-from penstock.runtime.capture.recording import CPU
+from penstock.runtime.capture.build_replay import CPU
 from penstock.runtime.checkpoint.checkpoint import Tensors, clean, read_index
 from penstock.runtime.checkpoint.state import state_dict_names
 

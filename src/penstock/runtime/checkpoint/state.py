@@ -16,7 +16,6 @@ from penstock.runtime.checkpoint.portable import load_weights
 from penstock.runtime.stage.buffers import ReplicaBuffers
 from penstock.runtime.stage.optimizers import Optimizers
 from penstock.runtime.stage.stage import StageModule
-from penstock.runtime.sync.sync import owners_of_parameters
 from penstock.runtime.worker.assemble import Assembly
 
 
@@ -99,7 +98,7 @@ class WorkerState:
 
 def state_of(assembly: Assembly) -> WorkerState:
     plan, worker = assembly.plan, assembly.worker
-    owners = owners_of_parameters(plan)
+    owners = plan.owners_of_parameters
     stages = {index: stage.module for index, stage in worker.stages.items()}
     gives: dict[int, frozenset[str]] = {}
     given: set[str] = set()

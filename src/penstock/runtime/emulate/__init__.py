@@ -1,6 +1,6 @@
-"""Workers on devices that are not there: real runtime, timed waits instead of computing.
+"""Emulated devices: the real runtime, with timed waits in place of computing.
 
 - ``emulate``: runs a plan's workers as threads.
-- ``emulated``: the stage, weights, averaging and transport of such a worker.
-- ``emulated_network``: when what is sent has arrived.
+- ``stand_ins``: the stage, weights, averaging and transport of such a worker.
+- ``network``: when messages and all-reduces arrive.
 """

@@ -1,4 +1,4 @@
-"""Runs a plan on devices that are not there: its workers as threads of one process, each on an emulated device."""
+"""Runs a plan on emulated devices: its workers are threads of one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from penstock.errors import PlanError, WorkerError
 from penstock.plan import Plan
 from penstock.plan_costs import PlanCosts
 from penstock.run import Result
-from penstock.runtime.emulate.emulated import (
+from penstock.runtime.emulate.network import EmulatedNetwork
+from penstock.runtime.emulate.stand_ins import (
     DilatedClock,
     EmulatedStage,
     EmulatedSync,
@@ -26,10 +27,8 @@ from penstock.runtime.emulate.emulated import (
     shrunk,
     value_tensor,
 )
-from penstock.runtime.emulate.emulated_network import EmulatedNetwork
-from penstock.runtime.links.links import talking_pairs
-from penstock.runtime.messages.mailbox import Edge, Mailbox
-from penstock.runtime.sync.sync import owners_of_parameters
+from penstock.runtime.links.choice import talking_pairs
+from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.transport.threads import LocalExchange, LocalTransport
 from penstock.runtime.worker.worker import OwnStage, Segment, Worker, received_by, sent_by
 from penstock.sampling import Epoch
@@ -39,22 +38,22 @@ from penstock.trace import Event, Trace, merge
 
 CPU = torch.device("cpu")
 ACTION_S = 1e-3
-"""What an action costs to run, on the one core that Python threads share."""
+"""Real seconds to run an action, on the one core that Python threads share."""
 OVERHEAD = 0.05
 """All actions of a minibatch together take at most this share of it."""
 HELD_BYTES = 2**23
-"""Tensors of all workers together are shrunk to about this."""
+"""The tensors of all workers together are shrunk to about this size."""
 
 
 @dataclass(frozen=True)
-class Emulated:
+class EmulatedRun:
     trace: Trace
-    """in emulated seconds"""
+    """In emulated seconds."""
     result: Result
     dilation: float
-    """real seconds for each of them"""
+    """Real seconds per emulated second."""
     shrink: float
-    """how many times smaller tensors were than what they stand for"""
+    """How many times smaller tensors were than those they stand for."""
 
 
 def emulate(
@@ -63,8 +62,8 @@ def emulate(
     *,
     dilation: float | None = None,
     timeout_s: float = 300.0,
-) -> Emulated:
-    """Run so many minibatches. By default time is as slow as it takes for the real work to be little beside it."""
+) -> EmulatedRun:
+    """Run so many minibatches. By default, time is dilated enough that the real work takes only a small share of it."""
     epoch = Epoch(
         num_samples=plan.profile.batch_size * minibatches,
         batch_size=plan.profile.batch_size,
@@ -82,7 +81,7 @@ def emulate(
     seconds = made.run(segment)
     events = ([Event(worker=worker.rank, **timed._asdict()) for timed in worker.events] for worker in made.workers)
     trace = merge("emulated", plan.worker_names, epoch.samples, events)
-    return Emulated(trace, made.result(segment, seconds), dilation, made.shrink)
+    return EmulatedRun(trace, made.result(segment, seconds), dilation, made.shrink)
 
 
 def usual_dilation(plan: Plan, schedule: Schedule, minibatches: int) -> float:
@@ -92,7 +91,7 @@ def usual_dilation(plan: Plan, schedule: Schedule, minibatches: int) -> float:
 
 
 class _NoData:
-    """No emulated stage reads any."""
+    """A feed without data, since no emulated stage reads any."""
 
     def key(self, microbatch: int) -> int:
         return 0
@@ -110,11 +109,11 @@ class _Emulation:
         self.exchange = LocalExchange()
         self.network = EmulatedNetwork(plan.cluster, self.clock)
         self.values = {value.name: value for value in plan.profile.graph.values}
-        self.edges = _edges(plan)
+        self.edges = {edge: tuple(value.name for value in values) for edge, values in plan.edges.items()}
         self.workers = [self._worker(rank) for rank in range(len(plan.devices))]
 
     def run(self, segment: Segment) -> float:
-        """All workers to the end; the seconds that took."""
+        """Run all workers to the end. Returns the emulated seconds."""
 
         def run(worker: Worker) -> None:
             try:
@@ -166,7 +165,7 @@ class _Emulation:
                 sends={index: stage.sends for index, stage in enumerate(self.plan.stages)},
             ),
             sync=EmulatedSync(
-                owners_of_parameters(self.plan),
+                self.plan.owners_of_parameters,
                 sync_policy(self.plan.sync),
                 transport=transport,
                 timeout_s=self.timeout_s,
@@ -206,17 +205,3 @@ class _Emulation:
             clock=self.clock,
         )
         return OwnStage(index=index, module=module, sends_to=sends_to, receives_from=receives_from)
-
-
-def _edges(plan: Plan) -> dict[Edge, tuple[str, ...]]:
-    """The values that pass between each two stages; model inputs do not, every stage loads its own."""
-    graph, owner = plan.profile.graph, plan.stage_of_layer
-    edges: dict[Edge, list[str]] = {
-        (source, stage): [] for stage, sources in enumerate(plan.pipeline.reads) for source in sources
-    }
-    for value in graph.values:
-        source = owner[value.producer]
-        for target in {owner[consumer] for consumer in value.consumers} - {source}:
-            if not graph.by_id[value.producer].is_input:
-                edges[source, target].append(value.name)
-    return {edge: tuple(names) for edge, names in edges.items()}

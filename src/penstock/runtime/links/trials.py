@@ -23,27 +23,27 @@ from torch import Tensor
 
 from penstock.clocks import Clock
 from penstock.errors import WorkerError
-from penstock.runtime.links.handling import OwnTime, TwoStages, handled_s
+from penstock.runtime.links.message_times import OwnTime, TwoStages, handled_s
 from penstock.runtime.messages.mailbox import AHEAD
 from penstock.runtime.transport.base import Pending, Transport
 from penstock.schedule import Kind
 from penstock.survey import Pattern, Timing, Trial
 
 WARM_UP = 1
-"""Connections are made, buffers grow."""
+"""For connections to be made and buffers to grow."""
 ENOUGH_S = 0.15
-"""A size is repeated for about so long .."""
+"""How long each size is repeated, within the next two limits."""
 FEWEST, MOST = 3, 200
-""".. but so often at least and at most."""
+"""How often each size is repeated at least and at most."""
 MOST_HANDED_OVER = 30
-"""Work comes between these messages, so each takes long."""
+"""These messages have work between them, so each takes long."""
 TOO_LONG_S = 3.0
-"""A size that would take longer is left out, and with it all larger ones: the smaller have told."""
+"""A size that would take longer is left out, and so are all larger ones: the smaller sizes suffice."""
 
 COLD_BYTES = 2**26
 """More than caches hold."""
 PARTS = 16
-"""Gradients that are averaged together."""
+"""The number of gradients that are averaged together."""
 
 Timed = list[tuple[int, float]]
 """Bytes, and the median seconds of a message or all-reduce of that size."""
@@ -59,7 +59,7 @@ class Prober:
     enough_s: float = ENOUGH_S
 
     def run(self, number: int, trial: Trial) -> list[Timing]:
-        """This worker's part in a trial; returns what it timed, if it leads a group."""
+        """This worker's part in a trial. Returns what it timed, if it leads a group."""
         rank = self.transport.rank
         for index, group in enumerate(trial.groups):
             if rank not in group:
@@ -93,7 +93,7 @@ class Prober:
         return timed
 
     def _agree(self, repeats: int, members: tuple[int, ...]) -> int:
-        """The leader's word counts: the others add nothing to the sum."""
+        """All use the leader's number: the others add zero to the sum."""
         word = torch.tensor([float(repeats if self.transport.rank == members[0] else 0)], device=self.device)
         self._all_reduce(word, members)
         return int(word.item())
@@ -135,13 +135,14 @@ class Prober:
         return min(MOST, max(FEWEST, round(self.enough_s / max(min(first_s), 1e-9))))
 
     def settle(self) -> None:
-        """On a GPU a wait only orders what the GPU does next; here the clock is the host's."""
+        """On a GPU, a wait only orders later work of the GPU. Here the host's clock is used, so wait for the GPU
+        too."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 class _ColdGradients:
-    """Gradients of so many bytes together, and memory to gather them in: neither is in the cache."""
+    """Gradients of so many bytes together, and memory to gather them in. Neither is in the cache."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         sets = max(1, COLD_BYTES // num_bytes)
@@ -154,7 +155,7 @@ class _ColdGradients:
 
 
 class _Line:
-    """One end of a conversation of two workers. What the leader says travels as activations do, what comes back as
+    """One end of a conversation of two workers. The leader's messages travel as activations do, the answers as
     gradients do."""
 
     def __init__(self, prober: Prober, peer: int, *, leads: bool) -> None:
@@ -164,7 +165,7 @@ class _Line:
         self._leaving: deque[Pending] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Start a send; as many as training keeps receives posted may be under way."""
+        """Start a send. As many may be under way as training keeps receives posted."""
         self._leaving.append(self.prober.transport.send(tensor, (self.peer, self._out), self._sent))
         self._sent += 1
         while len(self._leaving) > AHEAD:
@@ -205,7 +206,7 @@ class _Line:
 
 
 class _Incoming:
-    """So many messages of one size, received into memory that is ready before they come."""
+    """So many messages of one size, received into memory that is prepared before they arrive."""
 
     def __init__(self, line: _Line, num_bytes: int, count: int) -> None:
         self._line, self._left = line, count
@@ -250,7 +251,7 @@ def _send_back(line: _Line, num_bytes: int, repeats: int) -> None:
 
 
 def _stream_s(line: _Line, num_bytes: int, repeats: int) -> list[float]:
-    """The seconds that each message takes when the next follows at once; until the last is there and said to be."""
+    """Seconds per message when the next one follows at once, until the last one is acknowledged."""
     line.order(num_bytes, repeats)
     arrived, outgoing = _Incoming(line, 1, 1), line.buffers(num_bytes)
     start_s = line.prober.clock()
@@ -272,10 +273,10 @@ def _take_stream(line: _Line, num_bytes: int, repeats: int) -> None:
 
 
 def _hand_over_s(line: _Line, num_bytes: int, repeats: int) -> list[float]:
-    """From the end of one worker's action until the other, who waits for it, has the message."""
+    """Seconds from the end of one worker's action until the other, which waits for it, has the message."""
     repeats = min(repeats, MOST_HANDED_OVER)
     line.order(num_bytes, repeats)
-    _Incoming(line, 1, 1).take()  # the order has come: from here the mailbox numbers the messages anew
+    _Incoming(line, 1, 1).take()  # the order has arrived; from here on the mailbox numbers the messages
     return _hand_over(line, (line.prober.transport.rank, line.peer), num_bytes, repeats)
 
 
@@ -296,7 +297,7 @@ _FOLLOWS = {Pattern.TO_AND_FRO: _send_back, Pattern.STREAM: _take_stream, Patter
 
 
 def _is_worth_it(timed: Timed, num_bytes: int) -> bool:
-    """Whether a size can be timed in reasonable time, going by how the last two differed."""
+    """Whether a size can be timed in reasonable time, judged by the last two sizes."""
     if len(timed) < 2:
         return True
     (bytes_before, seconds_before), (last_bytes, last_s) = timed[-2:]

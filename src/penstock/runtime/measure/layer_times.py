@@ -133,7 +133,7 @@ class Timer:
             for runs, in_halves in ((whole, False), (halves, True)):
                 forward_s = layer.forward(given, values, target, in_halves=in_halves)
                 runs.append(layer.backward(forward_s, None))
-                forget(leaves | {name: values[name] for name in section.receives})
+                forget(leaves | {name: values[name] for name in section.received_names})
         empty = [self.empty_layer.run(in_halves=in_halves) for in_halves in (False, True) for _ in whole]
         return times_of(whole[1:], halves[1:], empty[: len(whole)], empty[len(whole) :])
 
@@ -164,7 +164,7 @@ class LayerTrial:
 
     def forward(self, given: Sequence[Any], values: Values, target: Any, *, in_halves: bool) -> float:
         arguments = [given[position] for position in self.section.reads]
-        arguments += [values[name] for name in self.section.receives]
+        arguments += [values[name] for name in self.section.received_names]
         self.later = PutOff(self.trained) if in_halves else None
 
         def compute() -> None:
@@ -177,7 +177,7 @@ class LayerTrial:
     def backward(self, forward_s: float, values: Values | None) -> LayerRun:
         """From the gradients of its values, or where none are known from ones."""
         roots, seeds = [], []
-        for name, value in zip(self.section.sends, self.sent, strict=True):
+        for name, value in zip(self.section.sent_names, self.sent, strict=True):
             leaves = itertools.repeat(None) if values is None else tensors_in(values.pop(name))
             for tensor, leaf in zip(tensors_in(value), leaves, strict=False):
                 seed = torch.ones_like(tensor) if leaf is None else leaf.grad
@@ -215,7 +215,9 @@ def through_all_layers(
     forwards_s = []
     for layer in layers:
         forwards_s.append(layer.forward(given, values, target, in_halves=in_halves))
-        values.update(zip(layer.section.sends, (pytree.tree_map(as_leaf, value) for value in layer.sent), strict=True))
+        values.update(
+            zip(layer.section.sent_names, (pytree.tree_map(as_leaf, value) for value in layer.sent), strict=True)
+        )
     made = dict(values)
     runs = [layer.backward(seconds, values) for layer, seconds in zip(layers[::-1], forwards_s[::-1], strict=True)]
     gradients = {name: value.grad for name, value in made.items() if isinstance(value, Tensor)}

@@ -205,7 +205,7 @@ class Measurement:
                     raise
                 self._note_left_out(samples, error)
         count = len(self.timer.captured.layers)
-        if self.blueprint.recording is not None:  # there may be no room for it whole
+        if self.blueprint.replay is not None:  # there may be no room for it whole
             self._one_by_one(timed=True, progress=progress)
             self._time_worker()
             return
@@ -256,7 +256,7 @@ class Measurement:
 
     def _try(self, inputs: Any) -> None:
         """Run the model itself, which may refuse inputs that its graph takes: torch checks some in Python."""
-        if self.blueprint.recording is None:
+        if self.blueprint.replay is None:
             args, kwargs = call_arguments(inputs)
             with torch.no_grad(), self.timer.autocast(), drawing(0):
                 self.blueprint.model(*args, **kwargs)
@@ -400,14 +400,14 @@ class Measurement:
         buffers = {name: buffer.clone() for name, buffer in section.module.named_buffers()}
         leaves = {name: p.data.requires_grad_(p.requires_grad) for name, p in section.parameters.items()}
         arguments = [size.trial.given[position] for position in section.reads]
-        arguments += [size.values[name] for name in section.receives]
+        arguments += [size.values[name] for name in section.received_names]
         saved = _SavedBytes(size.counted, _memory_of(leaves))
         with torch.autograd.graph.saved_tensors_hooks(saved.count, lambda nothing: nothing):  # there is no backward
             sent, loss = self.timer.compute(section, leaves, arguments, buffers, size.trial.target)
         self.is_loss_weighted |= isinstance(loss, WeightedLoss)
         size.counted |= saved.seen
         size.saved.append(saved.num_bytes)
-        for name, value in zip(section.sends, sent, strict=True):
+        for name, value in zip(section.sent_names, sent, strict=True):
             size.values[name] = pytree.tree_map(as_leaf, value)
             size.made[name] = _Made(
                 num_bytes=sum(t.nbytes for t in tensors_in(value)),

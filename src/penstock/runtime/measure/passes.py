@@ -115,7 +115,10 @@ class _Crew:
 
     def messages(self, kept: Kept, *, weighted: bool) -> SameMessages:
         given = [
-            Given([kept.values[name] for name in section.receives], [kept.gradients[name] for name in section.sends])
+            Given(
+                [kept.values[name] for name in section.received_names],
+                [kept.gradients[name] for name in section.sent_names],
+            )
             for section in self.sections
         ]
         return SameMessages(given, weighted=weighted)

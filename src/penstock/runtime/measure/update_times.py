@@ -1,4 +1,4 @@
-"""What updates and averaging take: by call, by tensor and by byte."""
+"""Seconds of updates and averaging, per call, per tensor and per byte."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.runtime.transport.threads import LocalExchange, LocalTransport
 from penstock.sync import sync_policy
 
 TypicalSeconds = Callable[[Callable[[], Any], Callable[[], Any]], float]
-"""Times its first argument again and again, each time after calling the second."""
+"""Times its first argument repeatedly, each time after calling the second."""
 
 
 class UpdateCosts(NamedTuple):
-    """Seconds of an update of some tensors: for calling the optimizer, for each tensor and for each byte."""
+    """Seconds of an update: for calling the optimizer, for each tensor and for each byte."""
 
     call_s: float
     tensor_s: float
@@ -34,9 +34,9 @@ class UpdateCosts(NamedTuple):
 def step_times(
     parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer, typical_s: TypicalSeconds, *, stashed: bool
 ) -> list[tuple[int, int, float]]:
-    """Number, bytes and seconds of updates of the parameters, and of the smaller ones among them.
+    """Number, bytes and seconds of updates of all parameters, and of the smaller ones.
 
-    With ``stashed``, a microbatch in flight keeps the weights as they were, so that the update makes a copy of them.
+    With ``stashed``, a microbatch in flight keeps the old weights, so the update makes a copy of them.
     """
     return [
         (len(part), _nbytes(part), _step_s(part, make_optimizer, typical_s, stashed=stashed))
@@ -53,7 +53,7 @@ def _step_s(
 
     def prepare() -> None:
         weights.gradients.update(gradients)
-        if stashed:  # as a stage with two microbatches in flight
+        if stashed:  # as in a stage with two microbatches in flight
             held.append(weights.acquire())
             if len(held) > 1:
                 weights.release(held.pop(0))
@@ -62,7 +62,7 @@ def _step_s(
 
 
 class _NothingMoves(LocalTransport):
-    """Gradients are gathered and put back; that they travel is not part of a worker's own time."""
+    """Sends nothing: gradients are gathered and put back, but sending is not part of a worker's own time."""
 
     def all_reduce(self, tensor: Tensor, workers: tuple[int, ...], timeout_s: float) -> None:
         return
@@ -72,7 +72,7 @@ class _NothingMoves(LocalTransport):
 
 
 def average_times(parameters: Mapping[str, nn.Parameter], typical_s: TypicalSeconds) -> list[tuple[int, int, float]]:
-    """Number, bytes and seconds of averaging the parameters' gradients, and those of the smaller ones."""
+    """Number, bytes and seconds of averaging the gradients of all parameters, and of the smaller ones."""
     transport = _NothingMoves(0, LocalExchange())
     sync = GradientSync(
         dict.fromkeys(parameters, (0, 1)), sync_policy("all-reduce"), transport=transport, timeout_s=NO_DEADLINE_S
@@ -98,7 +98,7 @@ def _nbytes(parameters: Mapping[str, nn.Parameter]) -> int:
 
 
 def fit_updates(rows: Sequence[tuple[int, int, float]]) -> UpdateCosts:
-    """Least squares of relative errors over (tensors, bytes, seconds), with no term below 0."""
+    """Least squares of relative errors over (tensors, bytes, seconds), with no negative term."""
     if not rows:
         return UpdateCosts(0.0, 0.0, 0.0)
     seconds = np.array([max(row[2], 1e-12) for row in rows])

@@ -273,8 +273,8 @@ class TrialWorker:
             index: OwnStage(
                 index=index,
                 module=module,
-                sends_to={index + 1: module.section.sends} if module.section.sends else {},
-                receives_from={index - 1: module.section.receives} if module.section.receives else {},
+                sends_to={index + 1: module.section.sent_names} if module.section.sent_names else {},
+                receives_from={index - 1: module.section.received_names} if module.section.received_names else {},
             )
             for index, module in enumerate(modules)
         }

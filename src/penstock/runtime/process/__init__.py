@@ -4,5 +4,6 @@
 - ``train``: the training loop of one worker; ``jobs``: the user's job file.
 - ``verify``: gradients of a plan against one process; ``survey``: measuring a cluster.
 - ``placement``: where workers are, beside where the plan puts them; ``clocks``: how their clocks compare.
-- ``progress``, ``scalars``: what is told while a run goes; ``loss_file``, ``handed_in``: what is kept of it.
+- ``progress``, ``scalars``: reports during a run; ``loss_file``: losses on disk; ``worker_files``: what each worker
+  leaves in the run directory at the end.
 """

@@ -17,8 +17,8 @@ from penstock import codec
 from penstock.clocks import Clock
 from penstock.cluster import ANY_KIND
 from penstock.errors import ClusterError
-from penstock.runtime.links.handling import OwnTime
-from penstock.runtime.links.links import around, make_links
+from penstock.runtime.links.choice import around, choose_links
+from penstock.runtime.links.message_times import OwnTime
 from penstock.runtime.links.trials import Prober
 from penstock.runtime.machine.machine import clock_of_cores, cores_for, device_kind, host_id
 from penstock.runtime.peers.sharing import share
@@ -43,7 +43,7 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
         facts = [codec.decode(WorkerFacts, part) for part in share("facts", codec.encode(mine), timeout_s)]
         trials, everyone = make_trials(group_hosts(facts)), tuple(range(len(facts)))
         pairs = [pair for trial in trials for group in trial.groups for pair in around(group)]
-        links = make_links(_groups(trials, everyone), pairs, device=device, timeout_s=timeout_s)
+        links = choose_links(_groups(trials, everyone), pairs, device=device, timeout_s=timeout_s)
         prober = Prober(
             transport=links.transport,
             clock=time.perf_counter,

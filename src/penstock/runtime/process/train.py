@@ -27,28 +27,28 @@ from penstock.run import Evaluation, Result, RunDirectory
 from penstock.runtime.checkpoint.checkpoint import Checkpoint
 from penstock.runtime.checkpoint.keeper import Keeper, Save, save_together
 from penstock.runtime.checkpoint.state import state_of
-from penstock.runtime.links.links import Links, make_links, talking_pairs
+from penstock.runtime.links.choice import ChosenLinks, choose_links, talking_pairs
 from penstock.runtime.machine.machine import device_kind
 from penstock.runtime.machine.memory import MemoryMeter, held_bytes
 from penstock.runtime.peers.agreement import agree_on_run
 from penstock.runtime.peers.meeting import together
 from penstock.runtime.process.clocks import Clocks, clocks_of
-from penstock.runtime.process.handed_in import (
+from penstock.runtime.process.joining import worker_process
+from penstock.runtime.process.loss_file import LossFile, LossLog, per_minibatch, read_rows
+from penstock.runtime.process.placement import check_placement
+from penstock.runtime.process.progress import Listener, Progress, ProgressLine
+from penstock.runtime.process.scalars import Scalars
+from penstock.runtime.process.worker_files import (
     Account,
     accounts_of,
     clear,
     edge_error,
     edge_errors,
     events_of,
-    hand_in,
+    leave_files,
     losses_file,
-    of_stage,
+    staleness_of,
 )
-from penstock.runtime.process.joining import worker_process
-from penstock.runtime.process.loss_file import LossFile, LossLog, per_minibatch, read_rows
-from penstock.runtime.process.placement import check_placement
-from penstock.runtime.process.progress import Listener, Progress, ProgressLine
-from penstock.runtime.process.scalars import Scalars
 from penstock.runtime.sync.sync import sync_groups
 from penstock.runtime.worker.assemble import Assembly, assemble, make_epoch
 from penstock.runtime.worker.evaluate import Evaluator
@@ -110,7 +110,7 @@ def train_worker(
             )
         opened(run)
         groups = sync_groups(plan, together=job.updates_together or job.evaluation is not None)
-        links = make_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
+        links = choose_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
         say_at_first("the workers capture the model and build their stages", options)
         assembly = assemble(
             job,
@@ -137,7 +137,7 @@ def say_at_first(words: str, options: Options) -> None:
 
 class _Training:
     def __init__(
-        self, assembly: Assembly, run: RunDirectory, options: Options, links: Links, save: Save, clocks: Clocks
+        self, assembly: Assembly, run: RunDirectory, options: Options, links: ChosenLinks, save: Save, clocks: Clocks
     ) -> None:
         self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
         self.assembly, self.options, self.run_directory = assembly, options, run
@@ -304,7 +304,7 @@ class _Training:
         """Every worker leaves what it has recorded, and worker 0 makes the run's result and trace of it."""
         if self.losses.file is not None:
             self.losses.file.flush()
-        hand_in(self.run_directory, self.rank, self._account(), self.worker.events)
+        leave_files(self.run_directory, self.rank, self._account(), self.worker.events)
         self._meet()
         if self.rank == 0:
             self._write_result(list(parts_between(self.job, self.plan, before, after)))
@@ -340,7 +340,7 @@ class _Training:
             evaluations=self.evaluations,
             stopped_early=self.stopped_early,
             compression=tuple(edge_errors(accounts)),
-            staleness=tuple(of_stage(accounts, index) for index in range(len(self.plan.stages))),
+            staleness=tuple(staleness_of(accounts, index) for index in range(len(self.plan.stages))),
             clocks=tuple(clock for account in accounts for clock in account.clocks),
         )
         sizes = tuple(itertools.chain.from_iterable(part.samples for part in parts))

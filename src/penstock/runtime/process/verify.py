@@ -21,7 +21,7 @@ from penstock.errors import JobError, WorkerError
 from penstock.job import Job, Precision
 from penstock.plan import Plan
 from penstock.runtime.capture.randomness import drawing, generators_put_back
-from penstock.runtime.links.links import make_links, talking_pairs
+from penstock.runtime.links.choice import choose_links, talking_pairs
 from penstock.runtime.process.joining import worker_process
 from penstock.runtime.stage.losses import Term, WeightedLoss, keyed_loss, loss_of, mean_of, term
 from penstock.runtime.stage.precision import autocast_for
@@ -67,7 +67,7 @@ class Verification:
 def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> None:
     """Run one minibatch without updating any weight; leave gradients and losses in ``directory``."""
     with worker_process(plan, timeout_s) as device:
-        links = make_links(sync_groups(plan), talking_pairs(plan), device=device, timeout_s=timeout_s)
+        links = choose_links(sync_groups(plan), talking_pairs(plan), device=device, timeout_s=timeout_s)
         assembly = assemble(
             job, plan, transport=links.transport, clock=time.perf_counter, device=device, timeout_s=timeout_s
         )

@@ -20,14 +20,14 @@ Computed = tuple[tuple[Any, ...], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay:
-    """All that one computation of a section depends on, as it was before it."""
+class SecondForward:
+    """Computes a section again for the backward: all that the first forward depended on, as it was before it."""
 
     section: Section
     leaves: Mapping[str, Tensor]
     arguments: Sequence[Any]
     buffers: Mapping[Tensor, Tensor]
-    """the section's own -> what was in it"""
+    """Copies of the section's buffers, by the buffer."""
 
     def run(self) -> Computed:
         """Compute again, by the same key of random numbers. The section's buffers stay where they are."""
@@ -36,22 +36,22 @@ class Replay:
         return self.section.run(self.leaves, self.arguments, {name: copies[buffer] for name, buffer in named})
 
 
-class Recorder:
-    """Runs a section, and notes what it takes to run it again."""
+class FirstForward:
+    """Runs a section, and keeps what is needed to run it again."""
 
     def __init__(self, section: Section) -> None:
         self.section = section
         self._copies: dict[Tensor, Tensor] = {}
 
-    def run(self, leaves: Mapping[str, Tensor], arguments: Sequence[Any]) -> tuple[Computed, Replay]:
-        replay = Replay(
+    def run(self, leaves: Mapping[str, Tensor], arguments: Sequence[Any]) -> tuple[Computed, SecondForward]:
+        again = SecondForward(
             section=self.section,
             leaves=leaves,
             arguments=arguments,
             buffers=self._buffers_now(),
         )
         with torch.enable_grad():
-            return self.section.run(leaves, pytree.tree_map(_safe_to_overwrite, arguments)), replay
+            return self.section.run(leaves, pytree.tree_map(_safe_to_overwrite, arguments)), again
 
     def _buffers_now(self) -> dict[Tensor, Tensor]:
         """Copies of the buffers; microbatches that see the same values share them."""

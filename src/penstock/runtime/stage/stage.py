@@ -17,7 +17,7 @@ from penstock.runtime.messages.payload import obstacle
 from penstock.runtime.stage.deferred import Deferring, PutOff
 from penstock.runtime.stage.losses import Term, WeightedLoss
 from penstock.runtime.stage.precision import Autocast
-from penstock.runtime.stage.recompute import Computed, Recorder, forgotten
+from penstock.runtime.stage.recompute import Computed, FirstForward, forgotten
 from penstock.runtime.stage.weights import Version, Weights
 
 
@@ -61,7 +61,7 @@ class StageModule:
         """
         self.section, self.weights = section, weights
         self._loss, self._autocast = loss, autocast
-        self._recorder = Recorder(section) if recompute else None
+        self._first_forward = FirstForward(section) if recompute else None
         self._in_halves = in_halves
         self._in_flight: dict[int, _InFlight] = {}
         self._half_done: dict[int, _HalfDone] = {}
@@ -96,17 +96,17 @@ class StageModule:
         """Compute on a version of the weights, the newest if none is named, and return the values that other stages
         read, by name. What is received must be leaf tensors. ``staleness`` is what the gradient's will be. Layers draw
         random numbers by ``key``."""
-        leaves = {name: received[name] for name in self.section.receives}
+        leaves = {name: received[name] for name in self.section.received_names}
         arguments = [inputs[position] for position in self.section.reads] + list(leaves.values())
         version = self.weights.acquire(version_number, staleness)
         later = PutOff(version.trained_ids)
-        if self._recorder is None:
+        if self._first_forward is None:
             made = self._make(partial(self.section.run, version.leaves, arguments), microbatch, target, later, key)
             self._in_flight[microbatch] = _InFlight(version, leaves, lambda: made, later)
             return made.sent
         with self._autocast(), drawing(key):
-            (values, _), replay = self._recorder.run(version.leaves, arguments)
-        make = partial(self._make, replay.run, microbatch, target, later, key)
+            (values, _), again = self._first_forward.run(version.leaves, arguments)
+        make = partial(self._make, again.run, microbatch, target, later, key)
         self._in_flight[microbatch] = _InFlight(version, leaves, make, later)
         return {name: forgotten(value) for name, value in self._by_name(values).items()}
 
@@ -123,7 +123,7 @@ class StageModule:
         return _Made(self._by_name(values), loss)
 
     def _by_name(self, values: Sequence[Any]) -> dict[str, Tensor]:
-        made = dict(zip(self.section.sends, values, strict=True))
+        made = dict(zip(self.section.sent_names, values, strict=True))
         for name, value in made.items():
             if what := obstacle(value):
                 raise WorkerError(

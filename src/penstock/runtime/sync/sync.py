@@ -17,22 +17,12 @@ from penstock.runtime.transport.base import Pending, Transport
 from penstock.sync import SyncPolicy
 
 
-def owners_of_parameters(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """For each parameter, in the order of the layers, the workers that hold it: replicas of its stage, and of every
-    other stage it is tied to."""
-    owners: dict[str, set[int]] = defaultdict(set)
-    for layer in plan.profile.graph.layers:
-        for name in layer.parameters:
-            owners[name].update(plan.pipeline.workers[plan.stage_of_layer[layer.id]])
-    return {name: tuple(sorted(workers)) for name, workers in owners.items()}
-
-
 def sync_groups(plan: Plan, *, together: bool = False) -> list[tuple[int, ...]]:
     """Every set of workers that will ever sum together, in an order all workers agree on.
 
     ``together`` says that all of them meet, at an update or to evaluate.
     """
-    groups = set(owners_of_parameters(plan).values()) | set(plan.pipeline.workers)
+    groups = set(plan.owners_of_parameters.values()) | set(plan.pipeline.workers)
     if together:
         groups.add(tuple(range(len(plan.devices))))
     return sorted(workers for workers in groups if len(workers) > 1)
@@ -208,7 +198,7 @@ class GlobalClip:
     def __init__(
         self, plan: Plan, limit: float, *, transport: Transport, device: torch.device, timeout_s: float
     ) -> None:
-        owners = owners_of_parameters(plan)
+        owners = plan.owners_of_parameters
         self.limit, self.transport, self.device, self.timeout_s = limit, transport, device, timeout_s
         self._everybody = tuple(range(len(plan.devices)))
         self._place = {name: place for place, name in enumerate(sorted(owners))}

@@ -25,7 +25,7 @@ from penstock.runtime.stage.optimizers import scaled_rates
 from penstock.runtime.stage.precision import LossScaler, autocast_for
 from penstock.runtime.stage.stage import StageModule
 from penstock.runtime.stage.weights import Weights
-from penstock.runtime.sync.sync import GlobalClip, GradientSync, owners_of_parameters
+from penstock.runtime.sync.sync import GlobalClip, GradientSync
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.worker.data import inputs_of_other_shapes, load_batch, load_microbatch, microbatch_key, to_device
 from penstock.runtime.worker.worker import OwnStage, Segment, Worker, received_by, sent_by
@@ -211,7 +211,7 @@ def assemble(
             sends={index: stage.sends for index, stage in enumerate(plan.stages)},
             weighted=is_weighted(job, plan),
         ),
-        sync=GradientSync(owners_of_parameters(plan), sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
+        sync=GradientSync(plan.owners_of_parameters, sync_policy(plan.sync), transport=transport, timeout_s=timeout_s),
         clip=clip,
         scaler=scaler,
         weighted=is_weighted(job, plan),

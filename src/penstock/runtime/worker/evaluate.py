@@ -170,7 +170,7 @@ class _EvaluationStage(StageModule):
         key: int = 0,
     ) -> dict[str, Tensor]:
         arguments = [inputs[position] for position in self.section.reads]
-        arguments += [received[name] for name in self.section.receives]
+        arguments += [received[name] for name in self.section.received_names]
         version = self.weights.acquire(version_number)
         with torch.no_grad(), self._autocast(), drawing(key):
             values, output = self.section.run(version.leaves, arguments)

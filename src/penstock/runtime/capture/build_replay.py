@@ -31,10 +31,10 @@ _FACTORIES, _FROM_NUMBERS = _device_constructors(), {torch.tensor, torch.as_tens
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor without values lay, at one moment: ``x.data = y`` moves it later."""
+    """Where a tensor without values was at one moment. ``x.data = y`` may move it later."""
 
     storage: torch.UntypedStorage
-    """kept, so that its address is never another's"""
+    """Kept alive, so that no other storage gets its address."""
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -58,7 +58,7 @@ class _Place:
 class _Operation:
     function: torch._ops.OpOverload
     arguments: tuple[Any, ...]
-    """with places for tensors, and the values of those that Python gave"""
+    """Tensors without values are given as places; tensors made from Python's numbers as values."""
     keywords: dict[str, Any]
     made: tuple[_Place, ...]
 
@@ -77,13 +77,13 @@ class _Operation:
 
 
 @dataclass(frozen=True)
-class Recording:
-    """How the tensors of a model came about."""
+class BuildReplay:
+    """The operations that built the tensors of a model, and how to replay them for one tensor."""
 
     seed: int
     _operations: list[_Operation] = field(default_factory=list)
     _writers: dict[int, list[int]] = field(default_factory=dict)
-    """memory -> the operations that made it or wrote to it"""
+    """For each memory, the operations that made it or wrote to it."""
 
     def add(self, operation: _Operation) -> None:
         for memory in operation.writes:
@@ -91,7 +91,7 @@ class Recording:
         self._operations.append(operation)
 
     def value(self, wanted: Tensor) -> Tensor:
-        """The initial value of a tensor without one, on the CPU."""
+        """The initial value of a tensor that has none, on the CPU."""
         place = _Place.of(wanted)
         found: dict[int, torch.UntypedStorage] = {}
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=()):
@@ -119,19 +119,19 @@ class Recording:
 
         operation = self._operations[number]
         if torch.Tag.nondeterministic_seeded in operation.function.tags:
-            torch.manual_seed(hash((self.seed, number)) % 2**63)  # of integers only: the same in every process
+            torch.manual_seed(hash((self.seed, number)) % 2**63)  # hashes of integers are the same in every process
         arguments, keywords = pytree.tree_map(real, (operation.arguments, operation.keywords))
         made = operation.function(*arguments, **keywords)
         for place, result in zip(operation.made, _tensors(made), strict=True):
             found.setdefault(place.memory, result.untyped_storage())
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets every operation that makes a tensor make one without memory, and writes down how."""
+class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes every operation that creates a tensor create one without memory, and records the operation."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, replay: BuildReplay) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = recording
+        self.replay = replay
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -142,25 +142,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, func: torch._ops.OpOverload, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         given = _tensors((args, keywords))
         if given and not any(tensor.is_meta for tensor in given) and keywords.get("device") != META:
-            return func(*args, **keywords)  # numbers that Python gave
+            return func(*args, **keywords)  # tensors from Python's numbers
         if func is torch.ops.aten._local_scalar_dense.default:
-            return func(self.recording.value(given[0]))
+            return func(self.replay.value(given[0]))
         if any(argument.name == "device" for argument in func._schema.arguments):
             keywords["device"] = META
         if "generator" in keywords:
             keywords["generator"] = None  # every operation has its own seed
         arguments, named = pytree.tree_map(_noted, (args, keywords))
         made = func(*pytree.tree_map(_without_value, args), **pytree.tree_map(_without_value, keywords))
-        self.recording.add(_Operation(func, arguments, named, tuple(map(_Place.of, _tensors(made)))))
+        self.replay.add(_Operation(func, arguments, named, tuple(map(_Place.of, _tensors(made)))))
         return made
 
 
 class _Ordinary(TorchFunctionMode):
-    """Has tensors without values seem ordinary ones: torch.nn.init, for one, leaves out what it would do on meta."""
+    """Makes tensors without values look like ordinary ones. For instance, torch.nn.init does nothing to tensors on the
+    meta device."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, replay: BuildReplay) -> None:
         super().__init__()
-        self.recording = recording
+        self.replay = replay
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,23 +171,23 @@ class _Ordinary(TorchFunctionMode):
         if func == Tensor.device.__get__:
             return CPU
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and args[0].is_meta:
-            return func(self.recording.value(args[0]), *args[1:], **kwargs or {})
+            return func(self.replay.value(args[0]), *args[1:], **kwargs or {})
         return func(*args, **kwargs or {})
 
 
-def record(build: Callable[[], T], seed: int) -> tuple[T, Recording]:
-    """What ``build`` makes, without values, and how to give it them. Tensors that it has from Python's numbers are real
-    until it moves them to the meta device."""
-    recording = Recording(seed)
-    with _Recorder(recording), _Ordinary(recording):
+def record_build(build: Callable[[], T], seed: int) -> tuple[T, BuildReplay]:
+    """What ``build`` makes, without values, and a replay that makes the values. Tensors from Python's numbers are real
+    until ``build`` moves them to the meta device."""
+    replay = BuildReplay(seed)
+    with _RecordingMode(replay), _Ordinary(replay):
         made = build()
-    return made, recording
+    return made, replay
 
 
 class WithoutValues(TorchFunctionMode):
-    """Runs code written for another device on the meta device: what it makes without saying where is made there.
+    """Runs code written for another device on the meta device: tensors are made there unless the code names a device.
 
-    What it makes from numbers of Python's has them on the CPU first, else nobody would know them.
+    Tensors from Python's numbers are made on the CPU first, since their values would be lost otherwise.
     """
 
     def __torch_function__(
@@ -201,7 +202,7 @@ class WithoutValues(TorchFunctionMode):
 
 
 def _noted(leaf: Any) -> Any:
-    """What an operation was given, as it is now."""
+    """An argument of an operation, as it is now."""
     if not isinstance(leaf, Tensor):
         return leaf
     return _Place.of(leaf) if leaf.is_meta else leaf.detach().clone()

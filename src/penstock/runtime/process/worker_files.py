@@ -1,7 +1,6 @@
-"""What the workers hand in at the end of a run, and what worker 0 makes of it.
+"""The files that workers leave at the end of a run, from which worker 0 makes the trace and the result.
 
-Each worker leaves files in the run directory, which all hosts see. They do not go through the store, which refuses
-values of more than 8 MiB.
+They are in the run directory, which all hosts see. The store would not do: it refuses values of more than 8 MiB.
 
 workers/
     worker-00000.json         an Account
@@ -35,18 +34,18 @@ from penstock.trace import Array, Columns
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What one worker has to say of its part in the run."""
+    """What one worker reports about its part in the run."""
 
     origin_s: float
-    """The moment at which the run began, by its own clock."""
+    """When the run began, by the worker's own clock."""
     clocks: tuple[Alignment, ...]
-    """Of the machines whose clocks it has compared with worker 0's."""
+    """The clocks of machines that this worker has compared with worker 0's."""
     links: Mapping[str, str]
-    """Pair of workers -> what carried their messages."""
+    """What carried the messages of each pair of workers."""
     device_kind: str
     compression: tuple[EdgeError, ...]
     staleness: Mapping[str, Mapping[str, int]]
-    """Stage -> age of gradients -> how many microbatches had it."""
+    """For each stage, the number of microbatches by the age of their gradients."""
     events: tuple[int, ...] = ()
     """How many events each part of its log has."""
 
@@ -57,8 +56,8 @@ def losses_file(run: RunDirectory, worker: int) -> Path:
     return run.workers / f"worker-{worker:05d}.losses"
 
 
-def hand_in(run: RunDirectory, worker: int, account: Account, log: EventLog) -> None:
-    """Leave this worker's account and events. The account comes last: where it is, the events are."""
+def leave_files(run: RunDirectory, worker: int, account: Account, log: EventLog) -> None:
+    """Write this worker's events and then its account, so that an account never exists without its events."""
     rows = log.rows()
     events = _events_file(run, worker)
     try:
@@ -70,7 +69,7 @@ def hand_in(run: RunDirectory, worker: int, account: Account, log: EventLog) -> 
 
 
 def accounts_of(run: RunDirectory, workers: int) -> list[Account]:
-    """Of all workers, once all have handed in."""
+    """The accounts of all workers, after all have written them."""
     missing = [worker for worker in range(workers) if not _account_file(run, worker).exists()]
     if missing:
         raise FormatError(
@@ -81,7 +80,7 @@ def accounts_of(run: RunDirectory, workers: int) -> list[Account]:
 
 
 def events_of(run: RunDirectory, accounts: Sequence[Account]) -> list[list[Columns]]:
-    """Each worker's parts, in seconds since worker 0's origin by worker 0's clock."""
+    """The parts of each worker's log, in seconds since the run began at worker 0, by worker 0's clock."""
     of_worker = {worker: found for account in accounts for found in account.clocks for worker in found.workers}
     reference_s = accounts[0].origin_s
 
@@ -100,7 +99,7 @@ def events_of(run: RunDirectory, accounts: Sequence[Account]) -> list[list[Colum
 
 
 def clear(run: RunDirectory) -> None:
-    """Remove the files, once all that is in them is in the run's result and trace."""
+    """Remove the files, after their content is in the run's result and trace."""
     shutil.rmtree(run.workers, ignore_errors=True)
 
 
@@ -123,8 +122,8 @@ def _events_file(run: RunDirectory, worker: int) -> Path:
     return run.workers / f"worker-{worker:05d}.events.npy"
 
 
-def of_stage(accounts: Iterable[Account], stage: int) -> Staleness:
-    """What all replicas of a stage have counted."""
+def staleness_of(accounts: Iterable[Account], stage: int) -> Staleness:
+    """The staleness that all replicas of a stage have counted."""
     total = Counter[int]()
     for account in accounts:
         total.update({int(age): count for age, count in account.staleness.get(str(stage), {}).items()})
@@ -132,7 +131,7 @@ def of_stage(accounts: Iterable[Account], stage: int) -> Staleness:
 
 
 def edge_error(plan: Plan, edge: Direction, total: float, count: int) -> EdgeError:
-    """What one worker's meter found of an edge."""
+    """The compression error of an edge, as one worker has measured it."""
     source, target, direction = edge
     mean = total / count
     return EdgeError(
@@ -146,7 +145,7 @@ def edge_error(plan: Plan, edge: Direction, total: float, count: int) -> EdgeErr
 
 
 def edge_errors(accounts: Iterable[Account]) -> Iterator[EdgeError]:
-    """What compression lost on each edge, replicas taken together."""
+    """The compression error of each edge, over all replicas."""
     found: dict[tuple[int, int, bool], list[EdgeError]] = defaultdict(list)
     for account in accounts:
         for each in account.compression:

@@ -12,17 +12,17 @@ from penstock.clocks import Alignment
 from penstock.errors import FormatError
 from penstock.run import EdgeError, RunDirectory
 from penstock.runtime.process import loss_file
-from penstock.runtime.process.handed_in import (
+from penstock.runtime.process.loss_file import RECENT, ROW, LossFile, LossLog, per_minibatch, read_rows
+from penstock.runtime.process.worker_files import (
     Account,
     accounts_of,
     clear,
     edge_errors,
     events_of,
-    hand_in,
+    leave_files,
     losses_file,
-    of_stage,
+    staleness_of,
 )
-from penstock.runtime.process.loss_file import RECENT, ROW, LossFile, LossLog, per_minibatch, read_rows
 from penstock.runtime.stage.losses import Term
 from penstock.runtime.worker.events import FIRST, NEWEST, EventLog, beginning_and_newest
 from penstock.schedule import Action, Kind
@@ -58,7 +58,7 @@ def test_a_run_of_a_million_losses_and_actions_ends_well_in_bounded_memory(tmp_p
     assert sum(map(len, logs)) <= (FIRST + NEWEST) * 1024
     losses.file.flush()
     for worker, log in enumerate(logs):
-        hand_in(run, worker, account(worker), log)
+        leave_files(run, worker, account(worker), log)
     found = per_minibatch(read_rows(losses_file(run, 1)), [4] * (MILLION // 4))
     assert found == tuple(map(float, range(MILLION // 4)))
     beginning, newest = beginning_and_newest(events_of(run, accounts_of(run, 2)))
@@ -126,8 +126,8 @@ def test_events_of_other_machines_come_by_worker_0s_clock(tmp_path: Path) -> Non
     for log in logs:
         log.add(Action(0, Kind.FORWARD, 0), 5, 1.0, 2.0)
     ahead = Alignment(workers=(1,), ahead_s=10.0, since_s=50.0)
-    hand_in(run, 0, account(0, clocks=(Alignment(workers=(0,)),)), logs[0])
-    hand_in(run, 1, account(1, origin_s=90.5, clocks=(ahead,)), logs[1])
+    leave_files(run, 0, account(0, clocks=(Alignment(workers=(0,)),)), logs[0])
+    leave_files(run, 1, account(1, origin_s=90.5, clocks=(ahead,)), logs[1])
     (first,), (second,) = events_of(run, accounts_of(run, 2))
     assert (first.start_s[0], first.end_s[0], first.worker[0], first.index[0]) == (1.0, 2.0, 0, 5)
     assert (second.start_s[0], second.end_s[0], second.worker[0]) == (1.5, 2.5, 1)
@@ -135,7 +135,7 @@ def test_events_of_other_machines_come_by_worker_0s_clock(tmp_path: Path) -> Non
 
 def test_a_run_directory_that_another_host_does_not_see_is_named(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    hand_in(run, 0, account(0), EventLog())
+    leave_files(run, 0, account(0), EventLog())
     with pytest.raises(FormatError, match=r"worker 1 has written it.*visible to all hosts"):
         accounts_of(run, 2)
 
@@ -149,4 +149,4 @@ def test_what_compression_lost_and_how_old_gradients_were_is_over_all_replicas()
         account(1, compression=(lost(0.3, 3), lost(0.1, 2, "backward")), staleness={"1": {"2": 4}, "0": {"1": 9}}),
     ]
     assert list(edge_errors(accounts)) == [lost(pytest.approx(0.25), 4), lost(None, 4, "backward")]
-    assert of_stage(accounts, 1).microbatches == (1, 0, 7)
+    assert staleness_of(accounts, 1).microbatches == (1, 0, 7)

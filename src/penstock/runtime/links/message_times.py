@@ -1,7 +1,7 @@
-"""What messages cost in training: a pipeline of two workers that do some work between their messages.
+"""What messages cost in training, measured in a pipeline of two workers that do some work between messages.
 
-Work comes between, since in training the caches are full of other things when a message comes or goes. Messages go
-through the mailbox, which takes time too.
+In training, the caches are full of other data when a message is sent or received; the work has that effect here.
+Messages go through the mailbox, which takes time too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from penstock.schedule import Action, Kind, Pipeline, Schedule, build_schedule
 
 MICROBATCHES, WARM_UP = 12, 2
 LATE = (5, 2)
-"""Each worker works so often before its first take. By then the message has arrived, and so have all later ones."""
+"""How many times each worker works before it first receives. By then the message has arrived, and so have all later
+ones."""
 LEAST_S = 1e-6
-"""No message is quicker; clocks of two workers may differ by more than one takes."""
+"""No message is faster. The clocks of two workers may differ by more than a message takes."""
 PLAINLY_S = 0.05
-"""What a clock of cores, which goes by hundredths of a second, can be believed from."""
+"""The shortest time for which the clock of cores, which counts hundredths of a second, is trusted."""
 _PIPELINE = Pipeline(workers=((0,), (1,)), reads=((), (0,)))
 
 
@@ -33,15 +34,15 @@ _PIPELINE = Pipeline(workers=((0,), (1,)), reads=((), (0,)))
 class OwnTime:
     work: Callable[[], None] = lambda: None
     thread_s: Clock = time.thread_time
-    """processor seconds of the worker"""
+    """Processor seconds of the worker's own thread."""
     helpers_s: Clock = lambda: time.process_time() - time.thread_time()
-    """and of threads that carry messages for it"""
+    """Processor seconds of threads that carry its messages."""
     core_s: Clock | None = None
-    """seconds that its cores have been busy, the kernel's network included; None where others work on them too"""
+    """Seconds that its cores were busy, including the kernel's network code. None if others use the same cores."""
 
 
 class TwoStages:
-    """The stage of this worker in a pipeline of two, one stage on each worker of a pair."""
+    """This worker's stage in a pipeline of two workers with one stage each."""
 
     def __init__(self, pair: tuple[int, ...], transport: Transport, device: torch.device, timeout_s: float) -> None:
         self.place = pair.index(transport.rank)
@@ -92,7 +93,8 @@ class TwoStages:
         return found[WARM_UP:]
 
     def handled_s(self, num_bytes: int, work: Callable[[], None], thread_s: Clock) -> float:
-        """Seconds of a worker's own time with a message that it sends, or takes when it has arrived: the median."""
+        """Median seconds of a worker's own time for a message that it sends, or that it receives after it has
+        arrived."""
         tensor = self.tensor(num_bytes)
         taken_s: list[float] = []
         sent_s: list[float] = []
@@ -120,10 +122,10 @@ class TwoStages:
 def handled_s(
     num_bytes: int, pair: tuple[int, ...], transport: Transport, own: OwnTime, device: torch.device, timeout_s: float
 ) -> float:
-    """Seconds that a worker of the pair is busy with a message that it sends or takes; both call it.
+    """Seconds of a worker's own time for a message that it sends or receives. Both workers of the pair call it.
 
-    The kernel's part shows in nobody's time. Where it is large, as over a network, it is what a core does that has
-    messages to pass and nothing else.
+    The kernel's part counts for no thread. If it is large, as over a network, it is measured as the time that a core is
+    busy with messages and nothing else.
     """
     stages = TwoStages(pair, transport, device, timeout_s)
     messages = 2 * MICROBATCHES
@@ -144,7 +146,7 @@ def handled_s(
 
 @dataclass
 class _Between:
-    """A transport on which the two of a pair are workers 0 and 1."""
+    """A transport on which the two workers of a pair are workers 0 and 1."""
 
     transport: Transport
     pair: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""Workers whose computing is a timed wait. All else is the runtime's own: worker, mailbox, weights and their versions,
-sync, and tensors that really travel.
+"""Stand-ins for the parts of a worker that compute: computing is a timed wait. Everything else is the real runtime:
+worker, mailbox, weights and their versions, sync, and tensors that really travel.
 
-Emulated seconds pass ``dilation`` times as slowly as real ones, so that what the real work costs is small beside what
-is waited for. Tensors are ``shrink`` times smaller than those they stand for, and paced by their true sizes: to copy
-the weights of sixteen GPUs through one machine's memory would take longer than the GPUs do.
+Emulated seconds pass ``dilation`` times as slowly as real ones, so that the real work takes only a small share of the
+time. Tensors are ``shrink`` times smaller than those they stand for, but are paced by the true sizes: copying the
+weights of sixteen GPUs through one machine's memory would take longer than the GPUs do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from penstock.graph import Value
 from penstock.runtime.capture.split import Section
-from penstock.runtime.emulate.emulated_network import EmulatedNetwork, Transfer, Way
+from penstock.runtime.emulate.network import Arrival, EmulatedNetwork, Stream
 from penstock.runtime.stage.stage import StageModule
 from penstock.runtime.stage.weights import Version, Weights
 from penstock.runtime.sync.sync import GradientSync
@@ -29,7 +29,7 @@ from penstock.schedule import Kind
 
 
 class DilatedClock:
-    """Seconds since it was made, each of which takes ``dilation`` real ones."""
+    """Emulated seconds since it was made. Each takes ``dilation`` real seconds."""
 
     def __init__(self, dilation: float) -> None:
         self.dilation = dilation
@@ -44,7 +44,7 @@ class DilatedClock:
 
     @contextmanager
     def lasting(self, seconds: float) -> Iterator[None]:
-        """What is done inside takes so long in all, unless it takes longer by itself."""
+        """Makes the block inside take this long, or longer if the real work does."""
         end_s = self() + seconds
         yield
         self.sleep_until(end_s)
@@ -62,7 +62,7 @@ def value_tensor(value: Value, num_bytes: float, shrink: float) -> Tensor:
 
 
 class EmulatedWeights(Weights):
-    """Real ones, of which an update takes the profile's seconds."""
+    """Real weights whose update takes the profile's seconds."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class EmulatedWeights(Weights):
 
 
 class EmulatedSync(GradientSync):
-    """Averages for real, and takes the profile's seconds of a worker's own time beside the all-reduce."""
+    """Really averages, and takes the profile's seconds of a worker's own time besides the all-reduce."""
 
     def __init__(self, *args: Any, clock: DilatedClock, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -100,7 +100,7 @@ class _Kept:
 
 
 class EmulatedStage(StageModule):
-    """Holds versions of weights and microbatches in flight as any stage does, and makes tensors of the right sizes."""
+    """Keeps versions of weights and microbatches in flight as any stage does, and makes tensors of the right sizes."""
 
     def __init__(
         self,
@@ -111,13 +111,13 @@ class EmulatedStage(StageModule):
         finals: Sequence[tuple[str, float]],
         clock: DilatedClock,
     ) -> None:
-        """``seconds`` is asked once for every action. ``finals`` are the parameters as a backward finds their
-        gradients, and how much of it has passed then."""
+        """``seconds`` is called once for every action. ``finals`` are the parameters in the order in which a backward
+        completes their gradients, each with the share of the backward that has passed by then."""
         section = Section(
             module=fx.GraphModule(nn.Module(), fx.Graph()),
             reads=(),
-            receives=(),
-            sends=tuple(makes),
+            received_names=(),
+            sent_names=tuple(makes),
             makes_output=False,
             parameters=weights.parameters,
             local_names={},
@@ -180,7 +180,7 @@ class EmulatedStage(StageModule):
         return {name: torch.zeros_like(value) if value.requires_grad else None for name, value in kept.received.items()}
 
     def _find_gradients(self, microbatch: int, seconds: float) -> None:
-        """In one wait; one by one where averaging overlaps with it."""
+        """Wait for all gradients at once; or one by one, if averaging overlaps with the backward."""
         kept, start_s = self._kept.pop(microbatch), self._clock()
 
         def find_one_by_one() -> None:
@@ -196,14 +196,14 @@ class EmulatedStage(StageModule):
 
 
 def _make_gradients(version: Version) -> None:
-    """As a backward leaves them: added to what is there."""
+    """Make gradients as a backward does: added to those that exist."""
     for leaf in version.leaves.values():
         if leaf.grad is None:
             leaf.grad = torch.zeros_like(leaf)
 
 
 class EmulatedTransport:
-    """Carries real messages by another transport, and hands them over when the cluster's network would have."""
+    """Sends real messages over another transport, and delivers them when the emulated network would."""
 
     def __init__(
         self, inner: Transport, devices: Sequence[int], network: EmulatedNetwork, shrink: float, clock: DilatedClock
@@ -232,38 +232,38 @@ class EmulatedTransport:
     def begin_all_reduce(self, tensor: Tensor, workers: tuple[int, ...]) -> Pending:
         devices = [self._devices[worker] for worker in workers]
         call, self._calls[workers] = self._calls[workers], self._calls[workers] + 1
-        transfer = self._network.ring(workers, call, devices, tensor.nbytes * self._shrink)
-        return _PacedSum(self._inner.begin_all_reduce(tensor, workers), self, transfer)
+        arrival = self._network.ring(workers, call, devices, tensor.nbytes * self._shrink)
+        return _PacedSum(self._inner.begin_all_reduce(tensor, workers), self, arrival)
 
-    def claim(self, way: Way, number: int) -> None:
-        self.see_in(self._network.claim(way, number))
+    def wait_for_message(self, stream: Stream, number: int) -> None:
+        self.wait_for(self._network.claim(stream, number))
 
-    def see_in(self, transfer: Transfer) -> None:
-        while (there_s := self._network.there_s(transfer)) > self._clock():
-            self._clock.sleep_until(there_s)
+    def wait_for(self, arrival: Arrival) -> None:
+        while (arrival_s := self._network.arrival_s(arrival)) > self._clock():
+            self._clock.sleep_until(arrival_s)
 
 
 @dataclass(frozen=True)
 class _PacedSum:
     inner: Pending
     transport: EmulatedTransport
-    transfer: Transfer
+    arrival: Arrival
 
     def wait(self, timeout_s: float) -> None:
-        self.inner.wait(timeout_s)  # all have come
-        self.transport.see_in(self.transfer)
+        self.inner.wait(timeout_s)  # then all workers are ready
+        self.transport.wait_for(self.arrival)
 
 
 @dataclass
 class _Paced:
     inner: Pending
     transport: EmulatedTransport
-    way: Way
+    stream: Stream
     number: int
     over: bool = False
 
     def wait(self, timeout_s: float) -> None:
         if not self.over:
             self.inner.wait(timeout_s)
-            self.transport.claim(self.way, self.number)
+            self.transport.wait_for_message(self.stream, self.number)
             self.over = True

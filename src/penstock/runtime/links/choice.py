@@ -1,4 +1,5 @@
-"""How each pair of workers talks: workers of one host time gloo and shared memory, and take what is faster."""
+"""Chooses how each pair of workers communicates: workers of one host time gloo and shared memory, and use the
+faster."""
 
 from __future__ import annotations
 
@@ -32,22 +33,23 @@ Pair = tuple[int, int]
 
 SHARED_MEMORY = "shared memory"
 ROUNDS = 3
-"""All are timed by turns and the best of each counts: at first pages are new and connections cold."""
+"""Both are timed by turns and the best time of each counts: the first rounds have new pages and cold connections."""
 SIZES = {Pattern.TO_AND_FRO: (2**16, 2**20), Pattern.STREAM: (2**18,)}
 """A worker in training waits for messages, and sends one while another is on its way."""
 ENOUGH_S = 0.003
-"""of each; with all rounds and the way back, a pair takes 0.1 to 0.2 s"""
+"""Seconds for each size and pattern. With all rounds in both directions, a pair takes 0.1 to 0.2 s."""
 
 
 @dataclass(frozen=True)
-class Links:
+class ChosenLinks:
     transport: Transport
     chosen: Mapping[Pair, str]
-    """what this worker talks through, by pair"""
+    """What this worker communicates through, for each pair that it is in."""
 
 
 def talking_pairs(plan: Plan) -> list[Pair]:
-    """Workers of stages between which a value passes, and those next to each other in a group that averages."""
+    """The pairs of workers that exchange messages: those of stages between which a value passes, and neighbours in a
+    group that averages."""
     pipeline = plan.pipeline
     pairs = {
         _pair(*workers)
@@ -64,34 +66,34 @@ def _pair(one: int, other: int) -> Pair:
 
 
 def around(group: Sequence[int]) -> set[Pair]:
-    """Those next to each other on a ring through the group."""
+    """The pairs of neighbours on a ring through the group."""
     return {_pair(*workers) for workers in zip(group, (*group[1:], group[0]), strict=True)}
 
 
-def make_links(
+def choose_links(
     groups: Sequence[tuple[int, ...]], pairs: Iterable[Pair], *, device: torch.device, timeout_s: float
-) -> Links:
+) -> ChosenLinks:
     """Every worker calls it, with the same arguments, once per process group."""
     with together("make groups", timeout_s):
         base = TorchTransport(groups, timeout_s)
     mine = sorted(pair for pair in set(pairs) if base.rank in pair)
     chosen = {pair: str(dist.get_backend()) for pair in mine}
     if device.type != "cpu":
-        return Links(base, chosen)
+        return ChosenLinks(base, chosen)
     board = _Board(base.rank, timeout_s)
     lines = _open_lines(board, mine)
     through_memory = SharedMemoryTransport(base, lines)
-    for low, high in mine:  # in one order everywhere, so that nobody waits in a circle
+    for low, high in mine:  # in the same order everywhere, so that no cycle of waits can form
         peer = high if base.rank == low else low
         if peer in lines and _memory_is_faster(board, (low, high), base, through_memory):
             chosen[low, high] = SHARED_MEMORY
         else:
             lines.pop(peer, None)
-    return Links(SharedMemoryTransport(base, lines, _rings(board, groups, lines)), chosen)
+    return ChosenLinks(SharedMemoryTransport(base, lines, _rings(board, groups, lines)), chosen)
 
 
 def _rings(board: _Board, groups: Sequence[tuple[int, ...]], lines: Collection[int]) -> list[tuple[int, ...]]:
-    """The groups of this worker in which all of them have lines to those beside them."""
+    """The groups of this worker in which all workers have lines to both neighbours."""
     board.tell("lines", sorted(lines))
     known = {worker: set(board.ask(worker, "lines")) for group in groups if board.rank in group for worker in group}
     return [
@@ -103,7 +105,7 @@ def _rings(board: _Board, groups: Sequence[tuple[int, ...]], lines: Collection[i
 
 @dataclass(frozen=True)
 class _Board:
-    """Where workers leave word for each other: the store."""
+    """The store, through which workers tell each other what they know."""
 
     rank: int
     timeout_s: float
@@ -122,7 +124,7 @@ class _Board:
 
 
 def _open_lines(board: _Board, pairs: Sequence[Pair]) -> dict[int, Line]:
-    """Lines to the peers that share memory with this worker; both ends agree on which these are."""
+    """Lines to the peers that share memory with this worker. Both ends agree on which these are."""
     board.tell("host", host_id() if is_supported() else None)
     peers = [worker for pair in pairs for worker in pair if worker != board.rank]
     near = [peer for peer in peers if is_supported() and board.ask(peer, "host") == host_id()]
@@ -163,7 +165,7 @@ def _open_file(board: _Board, peer: int) -> OpenedFile | None:
 
 
 def _memory_is_faster(board: _Board, pair: Pair, base: Transport, through_memory: Transport) -> bool:
-    """The lower of the two times both and decides."""
+    """The worker with the lower number times both and decides."""
     low, high = pair
     leads = board.rank == low
     probers = [_prober(transport, board.timeout_s) for transport in (base, through_memory)]
