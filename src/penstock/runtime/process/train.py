@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from penstock import codec
@@ -127,12 +128,18 @@ def train_worker(
             links=links.chosen,
             save=save_together(peers, aside),
             clocks=clocks_of(peers, GroupWire(aside, peers.rank)),
-            meter=lambda: MemoryMeter(device, held_bytes(device)),
+            meter=lambda: _meter_and_freeze(device),
         )
         release_other_layers(training.shares)
-        gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
         training.run()
     return run
+
+
+def _meter_and_freeze(device: torch.device) -> MemoryMeter:
+    """Called when everything is loaded."""
+    meter = MemoryMeter(device, held_bytes(device))  # which asks the collector for all tensors, so it comes first
+    gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
+    return meter
 
 
 def say_at_first(words: str, options: Options) -> None:
@@ -158,13 +165,13 @@ class Training:
         clocks: Clocks,
         meter: Callable[[], MemoryMeter],
     ) -> None:
-        """``links`` says what carries the messages of this worker's pairs. ``meter`` is called when all is loaded. What
-        the worker calls after an action already is called after every action of the run too."""
+        """``links`` says what carries the messages of each pair. ``meter`` is called when everything is loaded. A hook
+        that the worker has already (``Worker.on_action``) is still called after every action."""
         self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
         self.assembly, self.options, self.run_directory = assembly, options, run
         self.rank, self.peers, self.links, self.clocks, self.meter = peers.rank, peers, links, clocks, meter
         self.worker.events = EventLog.one_of(len(self.plan.devices))
-        self._also_after = self.worker.on_action
+        self._hook = self.worker.on_action
         self.state = state_of(assembly)
         self.keeper = Keeper(
             self.state,
@@ -280,7 +287,7 @@ class Training:
             first = base if action.of_microbatch else self._rounds
             self._tell(str(action._replace(index=first + action.index)))
             self.progress.pass_on(now_s)
-        self._also_after(action)
+        self._hook(action)
 
     def _tell(self, done: str) -> None:
         self.progress.tell(
