@@ -25,6 +25,7 @@ others = find_others(30.0)
 for generation in range(2):
     peers = join(others, "gloo", 30.0, generation=generation)
     assert peers.told("its number") == [None, None]
+    peers.meet("begin")
     peers.tell("its number", generation)
     assert [peers.ask(worker, "its number") for worker in range(2)] == [generation] * 2
     links = make_links(peers, [(0, 1)], [(0, 1)], device=torch.device("cpu"))

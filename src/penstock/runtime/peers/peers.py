@@ -52,7 +52,7 @@ class Peers(ABC):
 
     def agree(self, what: str, number: int) -> int:
         """The largest number that any worker gives. Returns when all have given theirs."""
-        return max(self.gather(what, number))
+        return int(max(self.gather(what, number)))
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
