@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +21,16 @@ from penstock.job import Job
 from penstock.plan import Plan, Prediction, Stage
 from penstock.profile import Profile
 from penstock.run import RunDirectory
-from penstock.runtime.checkpoint.checkpoint import Checkpoint, save_shard
-from penstock.runtime.checkpoint.keeper import Keeper, Save
-from penstock.runtime.checkpoint.state import state_of
+from penstock.runtime.checkpoint.checkpoint import save_shard
+from penstock.runtime.checkpoint.keeper import Save
+from penstock.runtime.machine.memory import MemoryMeter
 from penstock.runtime.measure.measure import profile_job
-from penstock.runtime.process.train import parts_left
+from penstock.runtime.peers.threads import Board, ThreadPeers
+from penstock.runtime.process.clocks import Clocks
+from penstock.runtime.process.train import Options, Training
 from penstock.runtime.process.verify import compare, save_gradients
 from penstock.runtime.transport.threads import LocalExchange, LocalTransport
-from penstock.runtime.worker.assemble import Assembly, assemble, make_epoch
+from penstock.runtime.worker.assemble import Assembly, assemble
 from penstock.runtime.worker.worker import OwnStage
 from penstock.schedule import Action, family
 from penstock.schedule.builders import position_on
@@ -112,57 +116,42 @@ def with_batch_size(profile: Profile, batch_size: int) -> Profile:
     return replace(profile, batch_size=batch_size)
 
 
+class Vanished(BaseException):
+    """A worker ends and nobody is told, as where a machine loses power."""
+
+
 def run_in_threads(
     plan: Plan,
     make: Callable[[], Job],
     *,
     prepare: Callable[[Assembly], None] = lambda assembly: None,
     work: Callable[[Assembly], None] | None = None,
+    then: Callable[[Assembly], None] = lambda assembly: None,
     timeout_s: float = 30.0,
     transport: Callable[[int, LocalExchange], LocalTransport] = LocalTransport,
     bucket_bytes: int = FEW_BYTES,
+    errors: dict[int, BaseException] | None = None,
 ) -> list[Assembly]:
-    """Every worker assembled from a job of its own and run for all epochs; raises the first error of any.
+    """Every worker assembled from a job of its own, at ``work`` and ``then``; by default it trains, and nothing stays
+    on disk. Raises the first error of any; ``errors`` has all of them.
 
     ``prepare`` is what one thread does for all, one after another, as capture must be.
     """
-    exchange, errors = LocalExchange(), []
-    assemblies = [
-        assemble(
-            make(),
-            plan,
-            transport=transport(rank, exchange),
-            clock=time.perf_counter,
-            device=CPU,
-            timeout_s=timeout_s,
-        )
-        for rank in range(len(plan.devices))
-    ]
-
-    for assembly in assemblies:
-        assembly.worker.sync.bucket_bytes = bucket_bytes
-        prepare(assembly)
-
-    def run(assembly: Assembly) -> None:
-        try:
-            (work or train)(assembly)
-        except BaseException as error:
-            errors.append(error)
-            exchange.fail(f"worker {assembly.worker.rank}: {error}")
-
-    threads = [threading.Thread(target=run, args=(assembly,)) for assembly in assemblies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    if work is None:
+        with tempfile.TemporaryDirectory() as directory:
+            return _Threads(plan, timeout_s, errors).train(
+                make,
+                RunDirectory(Path(directory)),
+                Options(quiet=True, timeout_s=timeout_s),
+                prepare=prepare,
+                then=then,
+                transport=transport,
+                bucket_bytes=bucket_bytes,
+            )
+    threads = _Threads(plan, timeout_s, errors)
+    assemblies = threads.assemble(make, prepare, transport, bucket_bytes)
+    threads.run({assembly.worker.rank: partial(work, assembly) for assembly in assemblies})
     return assemblies
-
-
-def train(assembly: Assembly) -> None:
-    for number in range(assembly.job.epochs):
-        assembly.worker.run(assembly.segment(make_epoch(assembly.job, assembly.plan, number)))
 
 
 class Together:
@@ -179,6 +168,130 @@ class Together:
             self._given = {}
         self._everyone.wait()
 
+    def abort(self) -> None:
+        """A worker is gone: nobody waits for it any longer."""
+        self._everyone.abort()
+
+
+class _Threads:
+    """The workers of a plan as threads, and what ties them to each other."""
+
+    def __init__(self, plan: Plan, timeout_s: float, errors: dict[int, BaseException] | None = None) -> None:
+        self.plan, self.timeout_s = plan, timeout_s
+        self.workers = len(plan.devices)
+        self.exchange, self.board, self.together = LocalExchange(), Board(), Together(self.workers)
+        self.errors = {} if errors is None else errors
+
+    def assemble(
+        self,
+        make: Callable[[], Job],
+        prepare: Callable[[Assembly], None],
+        transport: Callable[[int, LocalExchange], LocalTransport],
+        bucket_bytes: int,
+    ) -> list[Assembly]:
+        assemblies = [
+            assemble(
+                make(),
+                self.plan,
+                transport=transport(rank, self.exchange),
+                clock=time.perf_counter,
+                device=CPU,
+                timeout_s=self.timeout_s,
+            )
+            for rank in range(self.workers)
+        ]
+        for assembly in assemblies:
+            assembly.worker.sync.bucket_bytes = bucket_bytes
+            prepare(assembly)
+        return assemblies
+
+    def run(self, work: Mapping[int, Callable[[], None]]) -> None:
+        def run(rank: int) -> None:
+            try:
+                work[rank]()
+            except BaseException as error:
+                self.errors[rank] = error
+                if not isinstance(error, Vanished):
+                    self.fail(f"worker {rank}: {error}")
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in self.errors.values():
+            raise error
+
+    def fail(self, reason: str) -> None:
+        self.exchange.fail(reason)
+        self.board.fail(reason)
+        self.together.abort()
+
+    def train(
+        self,
+        make: Callable[[], Job],
+        run: RunDirectory,
+        options: Options,
+        *,
+        save: Save | None = None,
+        prepare: Callable[[Assembly], None] = lambda assembly: None,
+        then: Callable[[Assembly], None] = lambda assembly: None,
+        transport: Callable[[int, LocalExchange], LocalTransport] = LocalTransport,
+        bucket_bytes: int = FEW_BYTES,
+    ) -> list[Assembly]:
+        """The training loop of the worker processes."""
+        assemblies = self.assemble(make, prepare, transport, bucket_bytes)
+        trainings = [self._training(assembly, run, options, save) for assembly in assemblies]
+
+        def work(training: Training) -> None:
+            training.run()
+            then(training.assembly)
+
+        try:
+            self.run({training.rank: partial(work, training) for training in trainings})
+        finally:
+            self.together.abort()
+            for training in trainings:
+                if training.keeper._writing is not None:  # of a run that failed
+                    training.keeper._writing.join(self.timeout_s)
+        return assemblies
+
+    def _training(self, assembly: Assembly, run: RunDirectory, options: Options, save: Save | None) -> Training:
+        rank = assembly.worker.rank
+        return Training(
+            assembly,
+            run,
+            options,
+            peers=ThreadPeers(self.board, rank, self.workers, timeout_s=self.timeout_s),
+            links={},
+            save=save or self.together.save,
+            clocks=Clocks(rank, ["one for all"] * self.workers, _NoWire()),
+            meter=lambda: MemoryMeter(CPU, 0),
+        )
+
+
+class _NoWire:
+    """Threads read the same clock, so none is compared."""
+
+    def send(self, moment_s: float, to: int) -> None:
+        raise AssertionError
+
+    def receive(self, source: int) -> float:
+        raise AssertionError
+
+
+class Losses(dict[int, Any]):
+    """The loss of each microbatch as the last stage finds it, given as ``prepare``; of the last epoch in the end."""
+
+    def __call__(self, assembly: Assembly) -> None:
+        for stage in assembly.worker.stages.values():
+            stage.module.take_loss = partial(self._take, stage.module.take_loss, stage.module.losses)  # type: ignore[method-assign]
+
+    def _take(self, take: Callable[[int, int], Any], losses: Mapping[int, Any], microbatch: int, samples: int) -> Any:
+        if microbatch in losses:
+            self[microbatch] = losses[microbatch]
+        return take(microbatch, samples)
+
 
 def train_keeping(
     plan: Plan,
@@ -191,30 +304,28 @@ def train_keeping(
     init: Path | None = None,
     save: Save | None = None,
     on_action: Callable[[Assembly, Action], None] = lambda assembly, action: None,
+    timeout_s: float = 30.0,
+    errors: dict[int, BaseException] | None = None,
 ) -> list[Assembly]:
     """Train all epochs, or what is left of them, with checkpoints."""
-    together = save or Together(len(plan.devices)).save
 
-    def work(assembly: Assembly) -> None:
-        state, job, worker = state_of(assembly), assembly.job, assembly.worker
-        keeper = Keeper(state, run, rank=worker.rank, save=together, every=every, keep=keep, timeout_s=30.0)
-        done = Checkpoint.at_start(job, state.names) if resume is None else state.restore(resume)
-        if init is not None:
-            state.initialise(init)
+    def prepare(assembly: Assembly) -> None:
+        assembly.worker.on_action = partial(on_action, assembly)
 
-        def after(action: Action) -> None:
-            keeper.after(action)
-            on_action(assembly, action)
+    options = Options(
+        quiet=True, timeout_s=timeout_s, resume=resume, init=init, checkpoint_every=every, keep_checkpoints=keep
+    )
+    return _Threads(plan, timeout_s, errors).train(make, run, options, save=save, prepare=prepare)
 
-        worker.on_action = after
-        for part in parts_left(job, plan, done):
-            segment = assembly.segment(part)
-            is_last = part.number == job.epochs - 1 and part.is_end
-            done = keeper.expect(segment.schedule, part, done, is_last=is_last)
-            worker.run(segment)
-        keeper.finish()
 
-    return run_in_threads(plan, make, work=work)
+def fail_at(worker: int, action: str, error: BaseException | None = None) -> Callable[[Assembly, Action], None]:
+    """A fault for ``train_keeping(on_action=...)``: the worker fails right after the action, such as 1B3."""
+
+    def after(assembly: Assembly, done: Action) -> None:
+        if assembly.worker.rank == worker and str(done) == action:
+            raise error or ValueError(f"injected at {action}")
+
+    return after
 
 
 def check_same_gradients(plan: Plan, make: Callable[[], Job], tolerance: float = 1e-5) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from in_threads import even_plan, profile, run_in_threads
+from in_threads import Losses, even_plan, profile, run_in_threads
 from penstock import Remedy
 from penstock.bench import accuracy
 from penstock.bench.accuracy import STASHING, SYNCHRONOUS, Method, Task, accuracy_rows, curve, stage_of, task_job, train
@@ -38,8 +38,7 @@ def plan_like(task: Task, method: Method, stages: int) -> Plan:
 @pytest.mark.parametrize("method", [STASHING, Method("look-ahead", remedy=Remedy(rate_steps=10, look_ahead=0.9))])
 def test_the_losses_are_those_of_the_workers(method: Method) -> None:
     plan = plan_like(TINY, method, 4)
-    (*_, last) = run_in_threads(plan, functools.partial(task_job, TINY, method))
-    found = last.worker.stages[3].module.losses
+    run_in_threads(plan, functools.partial(task_job, TINY, method), prepare=(found := Losses()))
     torch.testing.assert_close([found[m] for m in sorted(found)], train(TINY, method, 4), rtol=1e-4, atol=1e-4)
 
 

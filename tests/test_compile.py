@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from in_threads import even_plan, only_stage, profile, profile_of, recomputing, run_in_threads, train
+from in_threads import Losses, even_plan, only_stage, profile, profile_of, recomputing, run_in_threads
 from models import Scale, make_job
 from penstock import Job
 from penstock.errors import JobError
@@ -47,8 +48,7 @@ def test_a_compiled_stage_recomputes_the_same_dropout_and_is_evaluated_without()
     def make() -> Job:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 4))
-        job = replace(make_job("undecided", samples=8), model=model, precision="bf16", compile=True)
-        return replace(job, evaluation=job.data)
+        return replace(make_job("undecided", samples=8), model=model, precision="bf16", compile=True)
 
     plan = even_plan(profile(make()), (1,), "1f1b", 2)
     evaluators: list[Evaluator] = []
@@ -56,14 +56,13 @@ def test_a_compiled_stage_recomputes_the_same_dropout_and_is_evaluated_without()
 
     def prepare(assembly: Assembly) -> None:
         evaluators.append(Evaluator(assembly, assembly.job.data))
-
-    def work(assembly: Assembly) -> None:
         torch.manual_seed(1)
-        train(assembly)
+
+    def evaluate(assembly: Assembly) -> None:
         losses.append(evaluators[-1].run()["loss"])
 
     (kept,), (again,) = (
-        run_in_threads(each, make, prepare=prepare, work=work, timeout_s=200) for each in (plan, recomputing(plan))
+        run_in_threads(each, make, prepare=prepare, then=evaluate, timeout_s=200) for each in (plan, recomputing(plan))
     )
     for name, parameter in only_stage(kept).weights.parameters.items():
         assert torch.equal(parameter, only_stage(again).weights.parameters[name])
@@ -76,17 +75,15 @@ def test_a_compiled_stage_recomputes_the_same_dropout_and_is_evaluated_without()
 
 
 def test_a_compiled_stage_draws_what_a_plain_one_does_and_compiles_no_seed() -> None:
-    def make() -> Job:
+    def make(compile: bool = False) -> Job:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 4))
-        return replace(make_job("undecided", samples=20), model=model)
+        return replace(make_job("undecided", samples=20), model=model, compile=compile)
 
     plan = even_plan(profile(make()), (1, 1), "1f1b", 2)
-    plain, compiled = (
-        run_in_threads(plan, lambda each=each: replace(make(), compile=each), timeout_s=200)  # type: ignore[misc]
-        for each in (False, True)
-    )
-    losses = [assemblies[1].worker.stages[1].module.losses for assemblies in (plain, compiled)]
+    losses = [Losses(), Losses()]
+    for is_compiled, found in zip((False, True), losses, strict=True):
+        run_in_threads(plan, functools.partial(make, compile=is_compiled), prepare=found, timeout_s=200)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert len(set(losses[0].values())) == 10
     assert counters["stats"]["unique_graphs"] == 4, "each stage before and after its dropout, for all microbatches"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from in_threads import CPU, even_plan, profile, run_in_threads
+from in_threads import CPU, Losses, even_plan, profile, run_in_threads
 from models import sgd
 from penstock import Job
 from penstock.runtime.worker.assemble import Assembly, JobFeed, capture_for_plan, make_epoch
@@ -54,9 +54,9 @@ def test_a_random_transform_gives_the_first_stage_the_inputs_of_the_last_stage_s
         return identity_job(Flipped(COINS[coin]))
 
     plan = even_plan(profile(make()), (1, 1), "1f1b", 2)
-    last = run_in_threads(plan, make)[1].worker.stages[1]
-    assert len(last.module.losses) == 6
-    assert all(loss < 1e-5 for loss in last.module.losses.values()), last.module.losses
+    run_in_threads(plan, make, prepare=(losses := Losses()))
+    assert len(losses) == 6
+    assert all(loss < 1e-5 for loss in losses.values()), losses
 
 
 @pytest.mark.parametrize("coin", COINS)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from in_threads import even_plan, only_stage, profile, profile_of, run_in_threads, train
+from in_threads import even_plan, only_stage, profile, profile_of, run_in_threads
 from models import Undecided, make_job
 from penstock import EarlyStop, Job
 from penstock.errors import JobError, PlanError
@@ -134,9 +134,11 @@ def test_evaluating_changes_nothing_of_the_training(name: str) -> None:
     make = functools.partial(evaluated_job, name, seed=3)
     plan = even_plan(profile_of(name), (1,), "1f1b", 3)
 
+    def without() -> Job:
+        return replace(make(), evaluation=None, metrics={})
+
     def seeded(assembly: Assembly) -> None:
         torch.manual_seed(1)
-        train(assembly)
 
     def evaluating(assembly: Assembly, evaluator: Evaluator) -> None:
         torch.manual_seed(1)
@@ -144,7 +146,7 @@ def test_evaluating_changes_nothing_of_the_training(name: str) -> None:
             assembly.worker.run(assembly.segment(make_epoch(assembly.job, plan, number)))
             evaluator.run()
 
-    (one,), (two,) = run_in_threads(plan, make, work=seeded), run_with_evaluators(plan, make, evaluating)
+    (one,), (two,) = run_in_threads(plan, without, prepare=seeded), run_with_evaluators(plan, make, evaluating)
     for name, tensor in only_stage(one).module.section.parameters.items():
         assert torch.equal(tensor, only_stage(two).module.section.parameters[name])
     for name, tensor in only_stage(one).module.section.buffers.items():
@@ -189,19 +191,18 @@ def test_replicas_average_what_batch_norm_has_seen_and_leave_constants_alone() -
 
     def make() -> Job:
         torch.manual_seed(0)
-        return replace(evaluated_job("undecided"), model=Net())
+        return replace(make_job("undecided", samples=11, batch_size=4, epochs=2), model=Net())
 
     before = make().model.table
     plan = even_plan(profile(make()), (3,), "1f1b", 3)
     statistics: dict[int, Tensor] = {}
 
-    def work(assembly: Assembly) -> None:
-        train(assembly)
+    def average(assembly: Assembly) -> None:
         statistics[assembly.worker.rank] = only_stage(assembly).module.section.buffers["norm.running_mean"].clone()
         for _ in range(3):
             assembly.buffers[0].average()
 
-    assemblies = run_in_threads(plan, make, work=work)
+    assemblies = run_in_threads(plan, make, then=average)
     mean = torch.stack(list(statistics.values())).mean(0)
     assert not torch.equal(statistics[0], statistics[1])
     for assembly in assemblies:

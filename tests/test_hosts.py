@@ -25,8 +25,8 @@ from penstock.runtime.machine.machine import host_id
 from penstock.runtime.process.joining import join_workers
 import os, socket
 
-with join_workers(1, 30.0) as device:
-    links = choose_links([(0, 1)], [(0, 1)], device=device, timeout_s=30.0)
+with join_workers(1, 30.0) as (peers, device):
+    links = choose_links(peers, [(0, 1)], [(0, 1)], device=device)
     tensor = torch.ones(1000)
     links.transport.all_reduce(tensor, (0, 1), 30.0)
 said = [socket.gethostname(), host_id(), list(links.chosen.values()), tensor.sum().item(), len(os.sched_getaffinity(0))]

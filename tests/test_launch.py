@@ -1,4 +1,4 @@
-"""The launcher, with workers that are a few lines of Python; and what names those who are waited for."""
+"""The launcher, with workers that are a few lines of Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.cli.going_on import Checkpoints, command_to_go_on
 from penstock.errors import PlanError, WorkerError
 from penstock.run import INDEX, RunDirectory
 from penstock.runtime.machine.out_of_memory import kills_so_far
-from penstock.runtime.peers.meeting import leave, together
+from penstock.runtime.peers.store import StorePeers, leave
 from penstock.runtime.process import launch
 from penstock.runtime.process.launch import Interrupted, launch_workers
 from penstock.runtime.transport.process_group import TorchTransport
@@ -154,30 +154,7 @@ def test_kills_are_counted_in_the_control_group_or_on_the_machine(tmp_path: Path
     assert kills_so_far(tmp_path) == 1
 
 
-# --- who was waited for
-
-
-@pytest.mark.parametrize(
-    ("places", "named"),
-    [
-        ({}, "waited for worker 1, 2 to join"),
-        ({1: "7.25"}, "waited for worker 2 to join"),
-        ({1: "7.25", 2: "7.5"}, "waited for worker 1 to join"),
-        ({1: "8.25", 2: "6.5"}, "waited for worker 2 to join"),
-        ({1: "7.25", 2: "7.25"}, "waited for one of the workers 1, 2 to join"),
-    ],
-)
-def test_those_who_have_not_come_are_named(places: dict[int, str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    store = dist.HashStore()
-    for worker, place in places.items():
-        store.set(f"penstock/join/{worker}", place)
-    with (
-        pytest.raises(WorkerError, match=rf"^worker 0 {named} \(at most 9 s\): timed out\. See"),
-        together("join", 9.0, number=7, store=store),
-    ):
-        raise RuntimeError("timed out")
+# --- leaving
 
 
 def test_a_goodbye_that_nobody_answers_has_a_deadline(
@@ -185,8 +162,7 @@ def test_a_goodbye_that_nobody_answers_has_a_deadline(
 ) -> None:
     over = threading.Event()
     monkeypatch.setattr(dist, "destroy_process_group", over.wait)
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    leave(0.05)
+    leave(StorePeers(dist.HashStore(), 3, 4, timeout_s=0.05))
     over.set()
     assert "worker 3 left without the others, who did not answer within 0.05 s" in caplog.text
 

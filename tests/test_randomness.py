@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from in_threads import (
+    Losses,
     check_same_gradients,
     even_plan,
     looped_plan,
@@ -152,11 +153,12 @@ def test_dropout_of_a_transposed_tensor_is_the_same_wherever_the_cut_is() -> Non
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 2), (2, 1), (1, 1, 1)], ids=str)
 def test_every_cut_and_replication_trains_as_one_worker_does(name: str, replicas: tuple[int, ...]) -> None:
     make = functools.partial(job_of, name)
-    losses, weights = [], []
+    losses: list[Losses] = []
+    weights = []
     for each in ((1,), replicas):
-        assemblies = run_in_threads(plan_of(name, each, "1f1b", 2), make)
+        losses.append(Losses())
+        assemblies = run_in_threads(plan_of(name, each, "1f1b", 2), make, prepare=losses[-1])
         stages = [stage for assembly in assemblies for stage in assembly.worker.stages.values()]
-        losses.append({m: loss for stage in stages for m, loss in stage.module.losses.items()})
         weights.append({n: p for stage in stages for n, p in stage.weights.parameters.items()})
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     for parameter, expected in weights[0].items():
@@ -247,7 +249,10 @@ def test_a_loss_that_draws_draws_the_same_where_its_stage_recomputes() -> None:
         return replace(job_of("functional"), loss=loss)
 
     plan = plan_of("functional", (1, 1), "1f1b", 2)
-    found = [run_in_threads(each, make)[1].worker.stages[1].module.losses for each in (plan, recomputing(plan))]
+    found = [Losses(), Losses()]
+    for each, losses in zip((plan, recomputing(plan)), found, strict=True):
+        run_in_threads(each, make, prepare=losses)
+    assert found[0]
     assert found[0] == found[1]
 
 

@@ -18,6 +18,7 @@ from penstock.errors import FormatError, JobError
 from penstock.record import Mark, Moment, Reader, Record, Start, Writer, interval_s
 from penstock.run import RunDirectory
 from penstock.runtime.machine.memory import MemoryMeter
+from penstock.runtime.peers.threads import Board, ThreadPeers
 from penstock.runtime.process.progress import Listener, Progress, ProgressLine
 
 START = Start(
@@ -177,23 +178,11 @@ class Heard:
         self.words = words
 
 
-class DictStore:
-    """As torch's, between threads of a test."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.values[key].encode() for key in keys]
-
-
 def two_workers(*listeners: Listener) -> tuple[Progress, Progress]:
-    store, cpu = DictStore(), torch.device("cpu")
+    board, cpu = Board(), torch.device("cpu")
     first, second = (
-        Progress(store, rank, 2, MemoryMeter(cpu, 1000), listeners if rank == 0 else ()) for rank in (0, 1)
+        Progress(ThreadPeers(board, rank, 2, timeout_s=1.0), MemoryMeter(cpu, 1000), listeners if rank == 0 else ())
+        for rank in (0, 1)
     )
     return first, second
 

@@ -27,8 +27,9 @@ from penstock.run import RunDirectory
 from penstock.runtime.checkpoint.checkpoint import Checkpoint, commit, directory_of, save_shard
 from penstock.runtime.checkpoint.resume import check_run
 from penstock.runtime.checkpoint.state import state_dict_names
-from penstock.runtime.peers import agreement
-from penstock.runtime.peers.agreement import agree_on_run
+from penstock.runtime.peers.threads import Board, ThreadPeers
+from penstock.runtime.process import opening
+from penstock.runtime.process.opening import open_together
 
 
 @pytest.fixture
@@ -328,31 +329,13 @@ def test_a_machine_without_git_has_no_git_state(tmp_path: Path, monkeypatch: pyt
 # --- workers agree
 
 
-class WaitingStore:
-    """As torch's, between threads of a test."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._set = threading.Condition()
-
-    def set(self, key: str, value: str) -> None:
-        with self._set:
-            self._values[key] = value.encode()
-            self._set.notify_all()
-
-    def get(self, key: str) -> bytes:
-        with self._set:
-            assert self._set.wait_for(lambda: key in self._values, timeout=20.0)
-            return self._values[key]
-
-
 def agree(workers: int, open_run: Callable[[], RunDirectory]) -> list[Path | PenstockError]:
     """What every worker gets of it."""
-    store, everyone = WaitingStore(), threading.Barrier(workers, timeout=20.0)
+    board = Board()
 
     def work(rank: int) -> Path | PenstockError:
         try:
-            return agree_on_run(store, rank, everyone.wait, open_run).path
+            return open_together(ThreadPeers(board, rank, workers, timeout_s=20.0), open_run).path
         except PenstockError as error:
             return error
 
@@ -381,12 +364,12 @@ def test_all_workers_say_why_worker_0_cannot_open_the_run(tmp_path: Path) -> Non
 
 
 def test_a_worker_that_does_not_see_the_directory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "LOOKS", 1)
-    monkeypatch.setattr(agreement, "BETWEEN_LOOKS_S", 0.0)
+    monkeypatch.setattr(opening, "LOOKS", 1)
+    monkeypatch.setattr(opening, "BETWEEN_LOOKS_S", 0.0)
     seen = {"path": str(tmp_path / "theirs"), "provenance": "of their host"}
     with pytest.raises(WorkerError, match=r"worker 3 on .* does not see .*theirs, .*a directory that all hosts share"):
-        agreement._as_told(seen, 3)
+        opening._as_told(seen, 3)
     (tmp_path / "theirs").mkdir()
     RunDirectory(tmp_path / "theirs").provenance.write_text("of an earlier run, on this host")
     with pytest.raises(WorkerError, match="does not see"):
-        agreement._as_told(seen, 3)
+        opening._as_told(seen, 3)

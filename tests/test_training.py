@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from in_threads import CPU, even_plan, profile, profile_of, run_in_threads, train, train_keeping
+from in_threads import CPU, Losses, even_plan, profile, profile_of, run_in_threads, train_keeping
 from models import make_job
 from penstock import Job
 from penstock.errors import JobError, PlanError
@@ -387,10 +387,8 @@ def test_a_run_repeated_gives_the_same_bits(schedule: str) -> None:
     make = functools.partial(job_with, "tied", clip_norm=0.5, scheduler=SCHEDULERS["cosine"])
 
     def once() -> tuple[Any, Any]:
-        assemblies = run_in_threads(plan, make, work=train)
-        return weights_of(assemblies), [
-            stage.module.losses for each in assemblies for stage in each.worker.stages.values()
-        ]
+        assemblies = run_in_threads(plan, make, prepare=(losses := Losses()))
+        return weights_of(assemblies), losses
 
     first, second = once(), once()
     torch.testing.assert_close(first, second, rtol=0, atol=0)

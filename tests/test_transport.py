@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from penstock.errors import WorkerError
 from penstock.runtime.links import choice
 from penstock.runtime.messages.payload import TensorLayout, decode_header, encode_header
+from penstock.runtime.peers.store import StorePeers
 from penstock.runtime.transport import shared_memory
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.process_group import TorchTransport
@@ -125,9 +126,14 @@ def over_torch(rank: int) -> Transport:
     return TorchTransport([BOTH], timeout_s=30.0)
 
 
+def peers_of(rank: int) -> StorePeers:
+    store = dist.distributed_c10d._get_default_store()
+    return StorePeers(store, rank, dist.get_world_size(), timeout_s=30.0)
+
+
 def over_shared_memory(rank: int, most_bytes: int = MOST_BYTES) -> Transport:
     with patch.object(shared_memory, "MOST_BYTES", most_bytes):
-        lines = choice._open_lines(choice._Board(rank, 30.0), [BOTH])
+        lines = choice._open_lines(peers_of(rank), [BOTH])
     assert lines
     return SharedMemoryTransport(TorchTransport([BOTH], timeout_s=30.0), lines, rings=[BOTH])
 
@@ -216,7 +222,7 @@ THREE = (0, 1, 2)
 def over_a_ring(rank: int) -> Transport:
     with patch.object(choice, "_memory_is_faster", lambda *_: True):
         pairs = [(0, 1), (0, 2), (1, 2)]
-        return choice.choose_links([BOTH, THREE], pairs, device=torch.device("cpu"), timeout_s=30.0).transport
+        return choice.choose_links(peers_of(rank), [BOTH, THREE], pairs, device=torch.device("cpu")).transport
 
 
 def sums_around_a_ring(transport: Transport) -> bool:
@@ -263,7 +269,7 @@ def test_shared_memory_reports_a_dead_peer_before_the_deadline_and_names_it() ->
 
 def what_is_chosen(transport: Transport) -> list[str]:
     with patch.object(choice, "_memory_is_faster", lambda *_: True):
-        found = choice.choose_links([BOTH], [BOTH], device=torch.device("cpu"), timeout_s=30.0)
+        found = choice.choose_links(peers_of(transport.rank), [BOTH], [BOTH], device=torch.device("cpu"))
     assert sums_over_the_group(found.transport) == [6.0, 12.0]
     return list(found.chosen.values())
 

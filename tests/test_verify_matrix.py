@@ -20,7 +20,6 @@ from in_threads import (
     profile,
     profile_of,
     run_in_threads,
-    train,
     with_batch_size,
 )
 from models import make_job
@@ -169,13 +168,12 @@ def test_nothing_is_left_behind_by_an_epoch(plan: Plan) -> None:
     """No graph, message, version or gradient outlives the epoch that made it; capturing may leave something."""
 
     def live_after(epochs: int) -> int:
-        def work(assembly: Assembly) -> None:
-            train(assembly)
+        def check(assembly: Assembly) -> None:
             for stage in assembly.worker.stages.values():
                 assert stage.module.in_flight == 0
                 assert not stage.weights.gradients
 
-        run_in_threads(plan, functools.partial(make_job, "conv", samples=24, batch_size=4, epochs=epochs), work=work)
+        run_in_threads(plan, functools.partial(make_job, "conv", samples=24, batch_size=4, epochs=epochs), then=check)
         gc.collect()
         return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
 
@@ -185,7 +183,7 @@ def test_nothing_is_left_behind_by_an_epoch(plan: Plan) -> None:
 
 def test_the_names_of_a_model_are_those_of_its_state_dict() -> None:
     plan = even_plan(profile_of("conv"), (1, 1), "1f1b", 2)
-    assemblies = run_in_threads(plan, functools.partial(make_job, "conv"), work=train)
+    assemblies = run_in_threads(plan, functools.partial(make_job, "conv"))
     stages = [stage for assembly in assemblies for stage in assembly.worker.stages.values()]
     held = [name for stage in stages for name in (*stage.weights.parameters, *stage.module.section.buffers)]
     assert sorted(held) == sorted(make_job("conv").model.state_dict())

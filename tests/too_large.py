@@ -64,7 +64,7 @@ def limit_memory() -> None:
 
 
 def train(plan: Plan, losses: Path) -> None:
-    with worker_process(plan, timeout_s=60) as device:
+    with worker_process(plan, timeout_s=60) as (_, device):
         transport = TorchTransport(sync_groups(plan), timeout_s=300.0)
         assembly = assemble(job(), plan, transport=transport, clock=time.perf_counter, device=device, timeout_s=60)
         worker = assembly.worker

@@ -29,9 +29,9 @@ TIMEOUT_S = 120.0
 def main(case: str, directory: Path) -> None:
     plans = {path.stem: codec.load(Plan, path) for path in sorted(directory.glob("*.json"))}
     profile = plans["penstock"].profile
-    with worker_process(plans["penstock"], TIMEOUT_S) as device:
+    with worker_process(plans["penstock"], TIMEOUT_S) as (peers, device):
         workers = dist.get_world_size()
-        links = choose_links([tuple(range(workers))], [(0, 1)], device=device, timeout_s=TIMEOUT_S)
+        links = choose_links(peers, [tuple(range(workers))], [(0, 1)], device=device)
         contenders: dict[str, Contender] = {}
         for name, plan in plans.items():
             ours = contenders[name] = Ours(bench_job(case), plan, links.transport)

@@ -30,9 +30,9 @@ TIMEOUT_S = 120.0
 def main(case: str, directory: Path) -> None:
     plans = {path.stem: codec.load(Plan, path) for path in sorted(directory.glob("*.json"))}
     some = next(iter(plans.values()))
-    with worker_process(some, TIMEOUT_S) as device:
+    with worker_process(some, TIMEOUT_S) as (peers, device):
         everybody = tuple(range(len(some.devices)))
-        links = choose_links([everybody], [(0, 1)], device=device, timeout_s=TIMEOUT_S)
+        links = choose_links(peers, [everybody], [(0, 1)], device=device)
         contenders: dict[str, Contender] = {}
         for name, plan in plans.items():
             contenders.update(_of_plan(case, name, plan, links.transport))

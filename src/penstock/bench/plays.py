@@ -74,10 +74,10 @@ def run(case: str, directory: Path) -> None:
     minibatches: dict[str, int] = orders["minibatches"]
     some, job = next(iter(plans.values())), bench_job(case)
     _stay_on_a_core(some.cluster.host(some.devices[int(os.environ["RANK"])]))
-    with worker_process(some, TIMEOUT_S) as device:
+    with worker_process(some, TIMEOUT_S) as (peers, device):
         groups = sorted({group for plan in plans.values() for group in sync_groups(plan)})
         pairs = sorted({pair for plan in plans.values() for pair in talking_pairs(plan)})
-        links = choose_links(groups, pairs, device=device, timeout_s=TIMEOUT_S)
+        links = choose_links(peers, groups, pairs, device=device)
         captured = capture_for_plan(job, some, CPU)
         contenders = {name: Ours(job, plan, links.transport, captured).loading() for name, plan in plans.items()}
         gc.freeze()  # as in training

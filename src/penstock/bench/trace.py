@@ -29,6 +29,7 @@ from penstock.record import Start, Writer
 from penstock.runtime.links.choice import choose_links
 from penstock.runtime.machine.machine import share_of_machine
 from penstock.runtime.machine.memory import MemoryMeter
+from penstock.runtime.peers.peers import Peers
 from penstock.runtime.process.joining import worker_process
 from penstock.runtime.process.launch import launch_workers
 from penstock.runtime.process.progress import Progress
@@ -76,11 +77,11 @@ class _Nowhere(EventLog):
 
 def main(case: str, directory: Path) -> None:
     plan = codec.load(Plan, directory / "plan.json")
-    with worker_process(plan, TIMEOUT_S) as device:
-        links = choose_links([tuple(range(WORKERS))], [(0, 1)], device=device, timeout_s=TIMEOUT_S)
+    with worker_process(plan, TIMEOUT_S) as (peers, device):
+        links = choose_links(peers, [tuple(range(WORKERS))], [(0, 1)], device=device)
         ours = Ours(bench_job(case), plan, links.transport)
         minibatches = max(8, round(ROUND_S / plan.prediction.seconds_per_minibatch))
-        ways = {"recorded": partial(_recorded, ours, directory / "progress.jsonl"), "bare": partial(_bare, ours)}
+        ways = {"recorded": partial(_recorded, ours, peers, directory / "progress.jsonl"), "bare": partial(_bare, ours)}
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for round_index in range(ROUNDS + 1):
             # each goes first every other time, so that a machine that speeds up or slows down favours none
@@ -103,7 +104,7 @@ def _bare(ours: Ours) -> None:
     worker.clock, worker.events, worker.on_action = lambda: 0.0, _Nowhere(), lambda action: None
 
 
-def _recorded(ours: Ours, path: Path) -> None:
+def _recorded(ours: Ours, peers: Peers, path: Path) -> None:
     """As training does it."""
     worker, device = ours.assembly.worker, ours.assembly.worker.device
     origin_s = time.perf_counter()
@@ -120,9 +121,8 @@ def _recorded(ours: Ours, path: Path) -> None:
         memory_bytes=(0,) * WORKERS,
     )
     listeners = [Writer(path, start)] if worker.rank == 0 else []
-    store = dist.distributed_c10d._get_default_store()
-    progress = Progress(store, worker.rank, WORKERS, MemoryMeter(device, 0), listeners)
-    dist.barrier()
+    progress = Progress(peers, MemoryMeter(device, 0), listeners)
+    peers.meet("record")
 
     def after(action: Action) -> None:
         now_s = worker.clock()

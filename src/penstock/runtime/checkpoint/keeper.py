@@ -12,7 +12,6 @@ before the next cut, so nobody waits in a circle.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -31,7 +30,7 @@ from penstock.run import RunDirectory
 from penstock.runtime.checkpoint import checkpoint
 from penstock.runtime.checkpoint.checkpoint import Checkpoint, lacks_room
 from penstock.runtime.checkpoint.state import WorkerState
-from penstock.runtime.peers.meeting import together
+from penstock.runtime.peers.peers import Peers
 from penstock.runtime.peers.reason import short_reason
 from penstock.sampling import Epoch
 from penstock.schedule import Action, Kind, Schedule, cuts_of, due
@@ -71,12 +70,11 @@ class _Failure(NamedTuple):
         return isinstance(self.error, WorkerError)
 
 
-def save_together(group: dist.ProcessGroup, timeout_s: float) -> Save:
+def save_together(peers: Peers, group: dist.ProcessGroup) -> Save:
     """With all workers, over a group that nothing else uses, since it is used at moments of its own."""
-    numbers = itertools.count()
 
     def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-        with together("write a checkpoint", timeout_s, number=next(numbers)):
+        with peers.together("write a checkpoint"):
             checkpoint.save_shard(directory, tensors, group)
 
     return save

@@ -5,22 +5,17 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from penstock.errors import WorkerError
 from penstock.plan import Plan
 from penstock.runtime.links.trials import Prober
 from penstock.runtime.machine.machine import host_id
-from penstock.runtime.peers.meeting import together
-from penstock.runtime.peers.reason import short_reason
+from penstock.runtime.peers.peers import Peers
 from penstock.runtime.sync.sync import sync_groups
 from penstock.runtime.transport.base import Transport
 from penstock.runtime.transport.process_group import TorchTransport
@@ -44,7 +39,9 @@ ENOUGH_S = 0.003
 class ChosenLinks:
     transport: Transport
     chosen: Mapping[Pair, str]
-    """What this worker communicates through, for each pair that it is in."""
+    """what this worker talks through, by pair"""
+    backend: str
+    """torch's, for what does not go through shared memory"""
 
 
 def talking_pairs(plan: Plan) -> list[Pair]:
@@ -71,72 +68,51 @@ def around(group: Sequence[int]) -> set[Pair]:
 
 
 def choose_links(
-    groups: Sequence[tuple[int, ...]], pairs: Iterable[Pair], *, device: torch.device, timeout_s: float
+    peers: Peers, groups: Sequence[tuple[int, ...]], pairs: Iterable[Pair], *, device: torch.device
 ) -> ChosenLinks:
-    """Every worker calls it, with the same arguments, once per process group."""
-    with together("make groups", timeout_s):
-        base = TorchTransport(groups, timeout_s)
-    mine = sorted(pair for pair in set(pairs) if base.rank in pair)
-    chosen = {pair: str(dist.get_backend()) for pair in mine}
+    """Every worker calls it, with the same groups and pairs, once in a generation."""
+    with peers.together("make groups"):
+        base = TorchTransport(groups, peers.timeout_s)
+    mine = sorted(pair for pair in set(pairs) if peers.rank in pair)
+    chosen = dict.fromkeys(mine, base.backend)
     if device.type != "cpu":
-        return ChosenLinks(base, chosen)
-    board = _Board(base.rank, timeout_s)
-    lines = _open_lines(board, mine)
+        return ChosenLinks(base, chosen, base.backend)
+    lines = _open_lines(peers, mine)
     through_memory = SharedMemoryTransport(base, lines)
-    for low, high in mine:  # in the same order everywhere, so that no cycle of waits can form
-        peer = high if base.rank == low else low
-        if peer in lines and _memory_is_faster(board, (low, high), base, through_memory):
+    for low, high in mine:  # in one order everywhere, so that nobody waits in a circle
+        peer = high if peers.rank == low else low
+        if peer in lines and _memory_is_faster(peers, (low, high), base, through_memory):
             chosen[low, high] = SHARED_MEMORY
         else:
             lines.pop(peer, None)
-    return ChosenLinks(SharedMemoryTransport(base, lines, _rings(board, groups, lines)), chosen)
+    return ChosenLinks(SharedMemoryTransport(base, lines, _rings(peers, groups, lines)), chosen, base.backend)
 
 
-def _rings(board: _Board, groups: Sequence[tuple[int, ...]], lines: Collection[int]) -> list[tuple[int, ...]]:
-    """The groups of this worker in which all workers have lines to both neighbours."""
-    board.tell("lines", sorted(lines))
-    known = {worker: set(board.ask(worker, "lines")) for group in groups if board.rank in group for worker in group}
+def _rings(peers: Peers, groups: Sequence[tuple[int, ...]], lines: Collection[int]) -> list[tuple[int, ...]]:
+    """The groups of this worker in which all of them have lines to those beside them."""
+    peers.tell("its lines", sorted(lines))
+    known = {worker: set(peers.ask(worker, "its lines")) for group in groups if peers.rank in group for worker in group}
     return [
         group
         for group in groups
-        if board.rank in group and all(high in known[low] and low in known[high] for low, high in around(group))
+        if peers.rank in group and all(high in known[low] and low in known[high] for low, high in around(group))
     ]
 
 
-@dataclass(frozen=True)
-class _Board:
-    """The store, through which workers tell each other what they know."""
-
-    rank: int
-    timeout_s: float
-
-    def tell(self, name: str, word: Any) -> None:
-        dist.distributed_c10d._get_default_store().set(f"penstock/links/{self.rank}/{name}", json.dumps(word))
-
-    def ask(self, worker: int, name: str) -> Any:
-        try:
-            return json.loads(dist.distributed_c10d._get_default_store().get(f"penstock/links/{worker}/{name}"))
-        except RuntimeError as error:
-            raise WorkerError(
-                f"worker {self.rank} waited for worker {worker} to join (at most {self.timeout_s:g} s): "
-                f"{short_reason(error)}"
-            ) from error
-
-
-def _open_lines(board: _Board, pairs: Sequence[Pair]) -> dict[int, Line]:
-    """Lines to the peers that share memory with this worker. Both ends agree on which these are."""
-    board.tell("host", host_id() if is_supported() else None)
-    peers = [worker for pair in pairs for worker in pair if worker != board.rank]
-    near = [peer for peer in peers if is_supported() and board.ask(peer, "host") == host_id()]
+def _open_lines(peers: Peers, pairs: Sequence[Pair]) -> dict[int, Line]:
+    """Lines to the peers that share memory with this worker; both ends agree on which these are."""
+    peers.tell("its host", host_id() if is_supported() else None)
+    others = [worker for pair in pairs for worker in pair if worker != peers.rank]
+    near = [peer for peer in others if is_supported() and peers.ask(peer, "its host") == host_id()]
     made = {peer: _make_file() for peer in near}
     for peer, file in made.items():
-        board.tell(f"memory for {peer}", file and file.place)
-    opened = {peer: _open_file(board, peer) for peer in near}
+        peers.tell(f"where its memory for worker {peer} is", file and file.place)
+    opened = {peer: _open_file(peers, peer) for peer in near}
     for peer in near:
-        board.tell(f"ready for {peer}", made[peer] is not None and opened[peer] is not None)
+        peers.tell(f"whether it shares memory with worker {peer}", made[peer] is not None and opened[peer] is not None)
     lines = {}
     for peer, own in made.items():
-        theirs, is_ready = opened[peer], board.ask(peer, f"ready for {board.rank}")
+        theirs, is_ready = opened[peer], peers.ask(peer, f"whether it shares memory with worker {peers.rank}")
         if is_ready and own is not None and theirs is not None:
             lines[peer] = Line.over(own, theirs)
     return lines
@@ -151,8 +127,8 @@ def _make_file() -> MadeFile | None:
         return None  # no memory to share
 
 
-def _open_file(board: _Board, peer: int) -> OpenedFile | None:
-    word = board.ask(peer, f"memory for {board.rank}")
+def _open_file(peers: Peers, peer: int) -> OpenedFile | None:
+    word = peers.ask(peer, f"where its memory for worker {peers.rank} is")
     if word is None:
         return None
     place = Place.told(word, peer)
@@ -164,11 +140,11 @@ def _open_file(board: _Board, peer: int) -> OpenedFile | None:
         return None  # another container, or not allowed
 
 
-def _memory_is_faster(board: _Board, pair: Pair, base: Transport, through_memory: Transport) -> bool:
-    """The worker with the lower number times both and decides."""
+def _memory_is_faster(peers: Peers, pair: Pair, base: Transport, through_memory: Transport) -> bool:
+    """The lower of the two times both and decides."""
     low, high = pair
-    leads = board.rank == low
-    probers = [_prober(transport, board.timeout_s) for transport in (base, through_memory)]
+    leads = peers.rank == low
+    probers = [_prober(transport, peers.timeout_s) for transport in (base, through_memory)]
     best_s: list[dict[tuple[Pattern, int], float]] = [{} for _ in probers]
     for _, (pattern, sizes) in itertools.product(range(ROUNDS), SIZES.items()):
         for prober, best in zip(probers, best_s, strict=True):
@@ -180,8 +156,8 @@ def _memory_is_faster(board: _Board, pair: Pair, base: Transport, through_memory
     if leads:
         by_base, by_memory = best_s
         ratios = [by_memory[each] / by_base[each] for each in by_memory.keys() & by_base.keys()]
-        board.tell(f"memory to {high}", math.prod(ratios) < 1)
-    return bool(board.ask(low, f"memory to {high}"))
+        peers.tell(f"whether memory is faster to worker {high}", math.prod(ratios) < 1)
+    return bool(peers.ask(low, f"whether memory is faster to worker {high}"))
 
 
 def _prober(transport: Transport, timeout_s: float) -> Prober:

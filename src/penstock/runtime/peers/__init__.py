@@ -1,7 +1,7 @@
-"""What workers say to each other besides tensors: joining, meeting, sharing facts, agreeing on a directory.
+"""What workers say to each other besides tensors: they meet, share facts, leave word for each other, agree.
 
-- ``meeting``: joining and leaving, and what all workers do together; an error names those who are missing.
-- ``sharing``: what every worker says of itself, known to all.
-- ``agreement``: the run directory that worker 0 opens for all.
+- ``peers``: one worker's end of it, the same whether workers are processes or threads.
+- ``store``: workers that are processes, through torch's store; how a generation of them begins and ends.
+- ``threads``: workers that are threads of one process.
 - ``reason``: what torch says of a failure, in short.
 """

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from penstock.clocks import Alignment, RoundTrip, align
 from penstock.errors import WorkerError
 from penstock.runtime.machine.machine import clock_id
-from penstock.runtime.peers.meeting import together
+from penstock.runtime.peers.peers import Peers
 from penstock.runtime.peers.reason import short_reason
 
 TRIPS = 40
@@ -31,28 +31,27 @@ class Wire(Protocol):
 class GroupWire:
     """Over a process group of gloo's that is otherwise at rest."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self.group, self.rank = group, rank
 
     def send(self, moment_s: float, to: int) -> None:
-        with _naming(to):
+        with self._naming(to):
             dist.send(torch.tensor([moment_s], dtype=torch.float64), to, group=self.group)
 
     def receive(self, source: int) -> float:
         moment = torch.empty(1, dtype=torch.float64)
-        with _naming(source):
+        with self._naming(source):
             dist.recv(moment, source, group=self.group)
         return float(moment)
 
-
-@contextmanager
-def _naming(peer: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise WorkerError(
-            f"worker {dist.get_rank()} waited for worker {peer} to compare clocks: {short_reason(error)}"
-        ) from error
+    @contextmanager
+    def _naming(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise WorkerError(
+                f"worker {self.rank} waited for worker {peer} to compare clocks: {short_reason(error)}"
+            ) from error
 
 
 class Clocks:
@@ -96,8 +95,6 @@ class Clocks:
         return trips
 
 
-def clocks_of(group: dist.ProcessGroup, timeout_s: float) -> Clocks:
-    names = [""] * dist.get_world_size(group)
-    with together("tell which clock it reads", timeout_s):
-        dist.all_gather_object(names, clock_id(), group)
-    return Clocks(dist.get_rank(), names, GroupWire(group))
+def clocks_of(peers: Peers, wire: Wire) -> Clocks:
+    """All workers call it together."""
+    return Clocks(peers.rank, peers.gather("tell which clock it reads", clock_id()), wire)

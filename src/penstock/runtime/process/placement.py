@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from penstock.cluster import ANY_KIND
 from penstock.errors import PlanError
 from penstock.plan import Plan
 from penstock.runtime.capture.capture import FRONT_ENDS
 from penstock.runtime.machine.machine import device_kind, host_id
-from penstock.runtime.peers.sharing import share
+from penstock.runtime.peers.peers import Peers
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +39,11 @@ class Whereabouts(NamedTuple):
         return cls(socket.gethostname(), host_id(), device_kind(device))
 
 
-def check_placement(plan: Plan, device: torch.device, timeout_s: float) -> None:
+def check_placement(plan: Plan, device: torch.device, peers: Peers) -> None:
     """Called by all workers: raise on each if some are not where the plan puts them."""
-    found = [Whereabouts(*part) for part in share("whereabouts", Whereabouts.here(device), timeout_s)]
+    found = [Whereabouts(*part) for part in peers.gather("tell where it is", Whereabouts.here(device))]
     warning = compare_placement(plan, found)
-    if warning and dist.get_rank() == 0:
+    if warning and peers.rank == 0:
         log.warning(warning)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import sys
@@ -12,9 +11,11 @@ from typing import NamedTuple, Protocol, TextIO
 from penstock.errors import FormatError
 from penstock.record import Mark, Moment, interval_s
 from penstock.runtime.machine.memory import MemoryMeter
+from penstock.runtime.peers.peers import Peers
 from penstock.units import show_clock
 
 log = logging.getLogger(__name__)
+TOPIC = "how far it is"
 
 
 class Report(NamedTuple):
@@ -42,26 +43,15 @@ class Listener(Protocol):
     def end(self, words: str) -> None: ...
 
 
-class Store(Protocol):
-    """What is used of torch's."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-
-
 class Progress:
     """One worker's end of it."""
 
-    def __init__(
-        self, store: Store, rank: int, workers: int, memory: MemoryMeter, listeners: Sequence[Listener]
-    ) -> None:
+    def __init__(self, peers: Peers, memory: MemoryMeter, listeners: Sequence[Listener]) -> None:
         """Worker 0 has the listeners; all must have come this far before any tells."""
-        self.store, self.rank, self.memory, self.listeners = store, rank, memory, listeners
-        self._keys = [f"penstock/progress/{each}" for each in range(workers)]
+        self.peers, self.rank, self.memory, self.listeners = peers, peers.rank, memory, listeners
         self._told_s = 0.0
-        self._before: Sequence[Report] = [_NOTHING] * workers
-        self._busy = (0.0,) * workers
+        self._before: Sequence[Report] = [_NOTHING] * peers.size
+        self._busy = (0.0,) * peers.size
         self._failing: set[Listener] = set()
         self._publish(_NOTHING)
 
@@ -77,7 +67,7 @@ class Progress:
         """At worker 0: let the listeners hear what all have told."""
         if self.rank != 0:
             return
-        reports = [Report(*json.loads(word)) for word in self.store.multi_get(self._keys)]
+        reports = [Report(*words) for words in self.peers.told(TOPIC)]
         self._busy = tuple(map(share_busy, reports, self._before, self._busy))
         self._before = reports
         moment = moment_of(reports, self._busy, now_s)
@@ -101,7 +91,7 @@ class Progress:
                 self._failing.add(listener)
 
     def _publish(self, report: Report) -> None:
-        self.store.set(self._keys[self.rank], json.dumps(report))
+        self.peers.tell(TOPIC, report)
 
 
 _NOTHING = Report(0.0, 0.0, 0, None, None, "")

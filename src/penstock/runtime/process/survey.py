@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from penstock import codec
@@ -21,7 +20,6 @@ from penstock.runtime.links.choice import around, choose_links
 from penstock.runtime.links.message_times import OwnTime
 from penstock.runtime.links.trials import Prober
 from penstock.runtime.machine.machine import clock_of_cores, cores_for, device_kind, host_id
-from penstock.runtime.peers.sharing import share
 from penstock.runtime.process.joining import join_workers
 from penstock.survey import Pattern, Survey, Timing, Trial, WorkerFacts, conclude, group_hosts, make_trials
 
@@ -35,15 +33,15 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
     if int(os.environ["WORLD_SIZE"]) < 2:
         raise ClusterError("one worker has no link to measure; start at least two (--workers 2, or by torchrun)")
     has_cores = cores_for(THREADS, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    with join_workers(THREADS, timeout_s) as device:
+    with join_workers(THREADS, timeout_s) as (peers, device):
         progress(0, 1, "devices")
         work = FixedWork(device, time.perf_counter)
-        share("ready", None, timeout_s)
+        peers.meet("measure its device")
         mine = _facts(device, work.rates())
-        facts = [codec.decode(WorkerFacts, part) for part in share("facts", codec.encode(mine), timeout_s)]
+        facts = [codec.decode(WorkerFacts, part) for part in peers.gather("tell what it has", codec.encode(mine))]
         trials, everyone = make_trials(group_hosts(facts)), tuple(range(len(facts)))
         pairs = [pair for trial in trials for group in trial.groups for pair in around(group)]
-        links = choose_links(_groups(trials, everyone), pairs, device=device, timeout_s=timeout_s)
+        links = choose_links(peers, _groups(trials, everyone), pairs, device=device)
         prober = Prober(
             transport=links.transport,
             clock=time.perf_counter,
@@ -56,9 +54,9 @@ def survey_cluster(timeout_s: float, progress: Callable[[int, int, str], None]) 
             progress(1 + number, 1 + len(trials), f"{trial.pattern.value}s {trial.reach.value}")
             prober.meet(everyone)
             timings += prober.run(number, trial)
-        parts = share("timings", [codec.encode(timing) for timing in timings], timeout_s)
-        backend = ", ".join(sorted({str(dist.get_backend()), *links.chosen.values()}))
-        rank = dist.get_rank()
+        parts = peers.gather("hand in its times", [codec.encode(timing) for timing in timings])
+        backend = ", ".join(sorted({links.backend, *links.chosen.values()}))
+        rank = peers.rank
         own = [group for group in _groups(trials, everyone) if rank in group and len(group) > 1]
         by_workers = not all(map(links.transport.carries, own))
     if rank != 0:

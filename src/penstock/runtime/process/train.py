@@ -7,13 +7,14 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from penstock import codec
@@ -27,14 +28,14 @@ from penstock.run import Evaluation, Result, RunDirectory
 from penstock.runtime.checkpoint.checkpoint import Checkpoint
 from penstock.runtime.checkpoint.keeper import Keeper, Save, save_together
 from penstock.runtime.checkpoint.state import state_of
-from penstock.runtime.links.choice import ChosenLinks, choose_links, talking_pairs
+from penstock.runtime.links.choice import Pair, choose_links, talking_pairs
 from penstock.runtime.machine.machine import device_kind
 from penstock.runtime.machine.memory import MemoryMeter, held_bytes
-from penstock.runtime.peers.agreement import agree_on_run
-from penstock.runtime.peers.meeting import together
-from penstock.runtime.process.clocks import Clocks, clocks_of
+from penstock.runtime.peers.peers import Peers
+from penstock.runtime.process.clocks import Clocks, GroupWire, clocks_of
 from penstock.runtime.process.joining import worker_process
 from penstock.runtime.process.loss_file import LossFile, LossLog, per_minibatch, read_rows
+from penstock.runtime.process.opening import open_together
 from penstock.runtime.process.placement import check_placement
 from penstock.runtime.process.progress import Listener, Progress, ProgressLine
 from penstock.runtime.process.scalars import Scalars
@@ -101,16 +102,12 @@ def train_worker(
     training begins.
     """
     say_at_first("the workers meet", options)
-    with worker_process(plan, options.timeout_s) as device, ExitStack() as stack:
-        check_placement(plan, device, options.timeout_s)
-        store = dist.distributed_c10d._get_default_store()
-        with together("open the run directory", options.timeout_s):
-            run = agree_on_run(
-                store, dist.get_rank(), dist.barrier, lambda: stack.enter_context(open_run(job, plan, options.resume))
-            )
+    with worker_process(plan, options.timeout_s) as (peers, device), ExitStack() as stack:
+        check_placement(plan, device, peers)
+        run = open_together(peers, lambda: stack.enter_context(open_run(job, plan, options.resume)))
         opened(run)
         groups = sync_groups(plan, together=job.updates_together or job.evaluation is not None)
-        links = choose_links(groups, talking_pairs(plan), device=device, timeout_s=options.timeout_s)
+        links = choose_links(peers, groups, talking_pairs(plan), device=device)
         say_at_first("the workers capture the model and build their stages", options)
         assembly = assemble(
             job,
@@ -121,11 +118,28 @@ def train_worker(
             timeout_s=options.timeout_s,
         )
         # gloo also where the workers compute on GPUs: what checkpoints exchange and write is in host memory
-        with together("build its stages", options.timeout_s):
+        with peers.together("build its stages"):
             aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=options.timeout_s))
-        save, clocks = save_together(aside, options.timeout_s), clocks_of(aside, options.timeout_s)
-        _Training(assembly, run, options, links, save, clocks).run()
+        training = Training(
+            assembly,
+            run,
+            options,
+            peers=peers,
+            links=links.chosen,
+            save=save_together(peers, aside),
+            clocks=clocks_of(peers, GroupWire(aside, peers.rank)),
+            meter=lambda: _meter_and_freeze(device),
+        )
+        release_other_layers(training.shares)
+        training.run()
     return run
+
+
+def _meter_and_freeze(device: torch.device) -> MemoryMeter:
+    """Called when everything is loaded."""
+    meter = MemoryMeter(device, held_bytes(device))  # which asks the collector for all tensors, so it comes first
+    gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
+    return meter
 
 
 def say_at_first(words: str, options: Options) -> None:
@@ -135,15 +149,29 @@ def say_at_first(words: str, options: Options) -> None:
         sys.stderr.flush()
 
 
-class _Training:
+class Training:
+    """The training loop of one worker. It is handed all that ties it to the others and to its process, so that workers
+    may be processes or, in tests, threads."""
+
     def __init__(
-        self, assembly: Assembly, run: RunDirectory, options: Options, links: ChosenLinks, save: Save, clocks: Clocks
+        self,
+        assembly: Assembly,
+        run: RunDirectory,
+        options: Options,
+        *,
+        peers: Peers,
+        links: Mapping[Pair, str],
+        save: Save,
+        clocks: Clocks,
+        meter: Callable[[], MemoryMeter],
     ) -> None:
+        """``links`` says what carries the messages of each pair. ``meter`` is called when everything is loaded. A hook
+        that the worker has already (``Worker.on_action``) is still called after every action."""
         self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
         self.assembly, self.options, self.run_directory = assembly, options, run
-        self.rank, self.links, self.clocks = self.worker.rank, links, clocks
+        self.rank, self.peers, self.links, self.clocks, self.meter = peers.rank, peers, links, clocks, meter
         self.worker.events = EventLog.one_of(len(self.plan.devices))
-        self.store = dist.distributed_c10d._get_default_store()
+        self._hook = self.worker.on_action
         self.state = state_of(assembly)
         self.keeper = Keeper(
             self.state,
@@ -167,16 +195,16 @@ class _Training:
         self.evaluator = None if self.job.evaluation is None else Evaluator(assembly, self.job.evaluation)
         self.evaluations: tuple[Evaluation, ...] = ()
         self.stopped_early = False
-        self._meetings = 0
-        shares = [Share(assembly.splitter, assembly.layers)]
-        if self.evaluator is not None:
-            shares.append(Share(self.evaluator.splitter, self.evaluator.layers))
-        release_other_layers(shares)
+
+    @property
+    def shares(self) -> list[Share]:
+        """What this worker runs of the captured graphs, of training and of evaluation."""
+        evaluated = [] if self.evaluator is None else [Share(self.evaluator.splitter, self.evaluator.layers)]
+        return [Share(self.assembly.splitter, self.assembly.layers), *evaluated]
 
     def run(self) -> None:
         before = done = self._start()
         self.progress = self._make_progress(done)
-        gc.freeze()  # the model and torch itself will not become garbage: spare the collector from looking at them
         self.clocks.start()
         self._origin_s = self._meet()
         self.worker.clock = lambda: time.perf_counter() - self._origin_s
@@ -207,8 +235,7 @@ class _Training:
                 listeners.append(ProgressLine(start.samples))
             if self.options.tensorboard is not None:
                 listeners.append(Scalars(self.options.tensorboard, start))
-        memory = MemoryMeter(self.worker.device, held_bytes(self.worker.device))
-        return Progress(self.store, self.rank, len(self.plan.devices), memory, listeners)
+        return Progress(self.peers, self.meter(), listeners)
 
     def _is_evaluation_due(self, done: Checkpoint) -> bool:
         if self.evaluator is None or (self.evaluations and self.evaluations[-1].steps >= done.steps):
@@ -260,6 +287,7 @@ class _Training:
             first = base if action.of_microbatch else self._rounds
             self._tell(str(action._replace(index=first + action.index)))
             self.progress.pass_on(now_s)
+        self._hook(action)
 
     def _tell(self, done: str) -> None:
         self.progress.tell(
@@ -282,9 +310,7 @@ class _Training:
 
     def _meet(self) -> float:
         """Wait for all workers; returns the moment, which all take as the same."""
-        self._meetings += 1
-        with together("end a part", self.options.timeout_s, number=self._meetings):
-            dist.barrier()
+        self.peers.meet("end a part")
         return time.perf_counter()
 
     def _start(self) -> Checkpoint:
@@ -316,7 +342,7 @@ class _Training:
         return Account(
             origin_s=self._origin_s,
             clocks=tuple(self.clocks.finish()),
-            links={f"{low}-{high}": name for (low, high), name in self.links.chosen.items()},
+            links={f"{low}-{high}": name for (low, high), name in self.links.items()},
             device_kind=device_kind(self.worker.device),
             compression=tuple(edge_error(self.plan, edge, *found) for edge, found in lost.items()),
             staleness={

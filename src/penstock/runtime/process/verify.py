@@ -66,8 +66,8 @@ class Verification:
 
 def verify_worker(job: Job, plan: Plan, directory: Path, timeout_s: float) -> None:
     """Run one minibatch without updating any weight; leave gradients and losses in ``directory``."""
-    with worker_process(plan, timeout_s) as device:
-        links = choose_links(sync_groups(plan), talking_pairs(plan), device=device, timeout_s=timeout_s)
+    with worker_process(plan, timeout_s) as (peers, device):
+        links = choose_links(peers, sync_groups(plan), talking_pairs(plan), device=device)
         assembly = assemble(
             job, plan, transport=links.transport, clock=time.perf_counter, device=device, timeout_s=timeout_s
         )

@@ -23,7 +23,7 @@ class TorchTransport:
 
     def __init__(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> None:
         """``timeout_s`` is for making the groups, and for whatever in them has no deadline of its own."""
-        self.rank = dist.get_rank()
+        self.rank, self.backend = dist.get_rank(), str(dist.get_backend())
         limit = timedelta(seconds=timeout_s)
         self._directions = {kind: dist.new_group(timeout=limit) for kind in (Kind.FORWARD, Kind.BACKWARD)}
         self._groups = {workers: dist.new_group(list(workers), timeout=limit) for workers in groups}

@@ -1,52 +1,43 @@
-"""How the workers of a run agree on its directory: worker 0 opens it and tells the others."""
+"""How the workers of a run come to one run directory: worker 0 opens it and tells the others."""
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from penstock import codec, errors
 from penstock.errors import WorkerError
 from penstock.run import RunDirectory
+from penstock.runtime.peers.peers import Peers
 
-KEY = "penstock/run"
+TOPIC = "the run directory"
 LOOKS, BETWEEN_LOOKS_S = 50, 0.2
 """A network file system may show a new file late."""
 
 
-class Store(Protocol):
-    """What is used of torch's."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-
-def agree_on_run(
-    store: Store, rank: int, meet: Callable[[], object], open_run: Callable[[], RunDirectory]
-) -> RunDirectory:
-    """The directory of the run. If worker 0 cannot open it, all workers raise its error.
-
-    ``meet`` returns when all workers have called it: none may end before all have heard.
-    """
-    if rank != 0:
-        told = json.loads(store.get(KEY))
-        meet()
-        return _as_told(told, rank)
+def open_together(peers: Peers, open_run: Callable[[], RunDirectory]) -> RunDirectory:
+    """The directory of the run. If worker 0 cannot open it, all workers raise its error."""
+    if peers.rank != 0:
+        told = peers.ask(0, TOPIC)
+        _all_have_heard(peers)
+        return _as_told(told, peers.rank)
     try:
         run = open_run()
         told = {"path": str(run.path.absolute()), "provenance": codec.read_text(run.provenance)}
     except Exception as error:
-        store.set(KEY, json.dumps({"error": type(error).__name__, "words": str(error)}))
-        meet()
+        peers.tell(TOPIC, {"error": type(error).__name__, "words": str(error)})
+        _all_have_heard(peers)
         raise
-    store.set(KEY, json.dumps(told))
-    meet()
+    peers.tell(TOPIC, told)
+    _all_have_heard(peers)
     return run
+
+
+def _all_have_heard(peers: Peers) -> None:
+    """Worker 0 may hold the store, so that it must not end before."""
+    peers.meet("open the run directory")
 
 
 def _as_told(told: dict[str, str], rank: int) -> RunDirectory:
