@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.cluster import Cluster, Level
 from penstock.compression import COMPRESSIONS
-from penstock.graph import Value
+from penstock.graph import Value, ValueTensor
 from penstock.plan import Stage
 from penstock.profile import LayerSeconds, Profile, SizeCosts, WorkerSeconds
 from penstock.schedule import Family, Kind
@@ -96,6 +96,15 @@ def ring_allreduce(num_bytes: Any, members: Any) -> Traffic:
     return Traffic(2 * (members - 1), num_bytes / members)
 
 
+def _share_sent(value: Value, tensors: Iterable[ValueTensor], sends: str) -> float:
+    """How much of a value's bytes travels under a compression. Of a container, only these of its tensors do."""
+    share = COMPRESSIONS[sends].share
+    if not value.tensors:
+        return share if value.is_float32 else 1.0
+    sent_bytes = sum(tensor.num_bytes * (share if tensor.is_float32 else 1.0) for tensor in tensors)
+    return sent_bytes / max(1, value.num_bytes)
+
+
 def in_buckets(sizes: Iterable[float], bucket_bytes: float = BUCKET_BYTES) -> list[int]:
     """The bucket of each gradient, in the order in which a backward finds them."""
     numbers, number, filled = [], -1, math.inf
@@ -143,8 +152,15 @@ class CostModel:
         return {value.name: size for value, size in zip(values, self.at_size.value_bytes, strict=True)}
 
     def sent_bytes(self, value: Value, sends: str) -> float:
-        """Of a value on its way to another worker under this compression; its gradient is as large."""
-        return self.value_bytes(value) * (COMPRESSIONS[sends].share if value.is_float32 else 1.0)
+        """Of a value on its way to another worker under this compression."""
+        return self.value_bytes(value) * _share_sent(value, value.tensors, sends)
+
+    def gradient_bytes(self, value: Value, sends: str) -> float:
+        """Of a value's gradient on its way back: that of the tensors that have one."""
+        if not value.differentiable:
+            return 0.0
+        with_gradient = [tensor for tensor in value.tensors if tensor.differentiable]
+        return self.value_bytes(value) * _share_sent(value, with_gradient, sends)
 
     def forward_s(self, layers: Collection[int], device: int, *, halves: bool = False) -> float:
         """With ``halves``, where the two halves of the backward will be taken apart."""

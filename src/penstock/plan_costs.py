@@ -145,7 +145,7 @@ class PlanCosts:
             source, num_bytes = owner[value.producer], self._value_bytes(value)
             for target in {owner[consumer] for consumer in value.consumers} - {source}:
                 edges[source, target] += num_bytes
-                edges[target, source] += num_bytes if value.differentiable else 0.0
+                edges[target, source] += self.model.gradient_bytes(value, self._sends[value.producer])
         return edges
 
     @cached_property

@@ -143,7 +143,7 @@ def _transferred_bytes(downsets: Downsets) -> Floats:
     for value in graph.values:
         if not value.consumers or not value.num_bytes or graph.by_id[value.producer].is_input:
             continue  # a stage loads model inputs for itself
-        num_bytes = value.num_bytes * (2.0 if value.differentiable else 1.0)
+        num_bytes = value.num_bytes + value.gradient_bytes
         made = members[:, row[value.producer]]
         readers = members[:, [row[consumer] for consumer in value.consumers]].sum(axis=1)
         # sent: not made before, made by the end, not read by all there

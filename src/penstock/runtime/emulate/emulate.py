@@ -23,8 +23,8 @@ from penstock.runtime.emulate.emulated import (
     EmulatedSync,
     EmulatedTransport,
     EmulatedWeights,
+    emulated_value,
     shrunk,
-    value_tensor,
 )
 from penstock.runtime.emulate.emulated_network import EmulatedNetwork
 from penstock.runtime.links.links import talking_pairs
@@ -194,7 +194,7 @@ class _Emulation:
         }
         sends_to, receives_from = sent_by(index, self.edges), received_by(index, self.edges)
         makes = {
-            name: value_tensor(self.values[name], self.costs.model.value_bytes(self.values[name]), self.shrink)
+            name: emulated_value(self.values[name], self.costs.model.value_bytes(self.values[name]), self.shrink)
             for names in sends_to.values()
             for name in names
         }

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.clocks import Clock
 from penstock.job import Job
@@ -38,6 +37,7 @@ from penstock.runtime.measure.part_times import (
     scaled_to_steps,
 )
 from penstock.runtime.measure.worker_times import SameMessages, StepTimes, TrialWorker, empty_section, typical
+from penstock.runtime.messages.values import Gradient, detached, gradient_of, rebuilt, tensors_in
 from penstock.runtime.stage.deferred import Deferring, PutOff
 from penstock.runtime.stage.losses import WeightedLoss, loss_of
 from penstock.runtime.stage.precision import Autocast
@@ -334,7 +334,7 @@ class _Passes:
 
 class _Kept(NamedTuple):
     values: Values
-    gradients: dict[str, Tensor | None]
+    gradients: dict[str, Gradient]
 
 
 class _Layer:
@@ -351,7 +351,7 @@ class _Layer:
 
     def forward(self, given: Sequence[Any], values: Values, target: Any, *, in_halves: bool) -> float:
         arguments = [given[position] for position in self.section.reads]
-        arguments += [values[name] for name in self.section.receives]
+        arguments += [rebuilt(values[name]) for name in self.section.receives]
         self.later = PutOff(self.trained) if in_halves else None
 
         def compute() -> None:
@@ -402,10 +402,10 @@ def _there_and_back(
     forwards_s = []
     for layer in layers:
         forwards_s.append(layer.forward(given, values, target, in_halves=in_halves))
-        values.update(zip(layer.section.sends, (pytree.tree_map(as_leaf, value) for value in layer.sent), strict=True))
+        values.update(zip(layer.section.sends, map(detached, layer.sent), strict=True))
     made = dict(values)
     runs = [layer.backward(seconds, values) for layer, seconds in zip(layers[::-1], forwards_s[::-1], strict=True)]
-    gradients = {name: value.grad for name, value in made.items() if isinstance(value, Tensor)}
+    gradients = {name: gradient_of(value) for name, value in made.items()}
     return runs[::-1], _Kept(made, gradients)
 
 
@@ -432,11 +432,3 @@ def _forget(leaves: Mapping[str, Any], sums: Mapping[str, Tensor] | None = None)
     for name, value in leaves.items():
         for leaf in tensors_in(value):
             leaf.grad = (sums or {}).get(name)
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def as_leaf(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from torch import Tensor
+from typing import Any
 
 from penstock.profile import WorkerSeconds
 from penstock.runtime.capture.split import Section, Splitter
 from penstock.runtime.measure.worker_times import SameMessages, StepTimes, TrialWorker
+from penstock.runtime.messages.values import Gradient
 
 LARGEST_BYTES = 2**28
 """Of parameters. Larger models are not divided: the parts would take memory, and no cache holds much of them anyway."""
@@ -61,9 +61,7 @@ class Part:
         """The names of the values that it receives or sends."""
         return frozenset((*self.section.receives, *self.section.sends))
 
-    def messages(
-        self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], *, weighted: bool
-    ) -> SameMessages:
+    def messages(self, values: Mapping[str, Any], gradients: Mapping[str, Gradient], *, weighted: bool) -> SameMessages:
         section = self.section
         received, sent = ({name: values[name] for name in section.receives}, section.sends)
         return SameMessages(received, {name: gradients[name] for name in sent}, weighted=weighted)

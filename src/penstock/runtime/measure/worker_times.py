@@ -22,6 +22,7 @@ from penstock.profile import WorkerSeconds
 from penstock.runtime.capture.capture import capture
 from penstock.runtime.capture.split import Section, Splitter
 from penstock.runtime.messages.mailbox import Mailbox
+from penstock.runtime.messages.values import Gradient, detached
 from penstock.runtime.stage.stage import StageModule
 from penstock.runtime.stage.weights import Version, Weights
 from penstock.runtime.sync.sync import GradientSync
@@ -212,7 +213,7 @@ def nearly_nothing(device: torch.device, *, in_halves: bool = False) -> tuple[St
 class SameMessages(Mailbox):
     """A mailbox that hands out the same values and gradients for every microbatch, and drops what is sent."""
 
-    def __init__(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], *, weighted: bool) -> None:
+    def __init__(self, values: Mapping[str, Any], gradients: Mapping[str, Gradient], *, weighted: bool) -> None:
         """``values`` are those that a stage receives, ``gradients`` those of the values that it sends."""
         self.pipeline, self._values, self._weighted = ALONE, values, weighted
         self._gradients = list(gradients.values())
@@ -223,12 +224,12 @@ class SameMessages(Mailbox):
     def post_receives(self) -> None:
         pass
 
-    def take(self, result: Action, stage: int) -> list[Tensor | None]:
+    def take(self, result: Action, stage: int) -> list[Any]:
         if result.kind is Kind.FORWARD:
-            return [value.detach().requires_grad_(value.requires_grad) for value in self._values.values()]
+            return [detached(value) for value in self._values.values()]
         return [*self._gradients, torch.ones(1, dtype=torch.float64)] if self._weighted else list(self._gradients)
 
-    def send(self, result: Action, target: int, tensors: Sequence[Tensor | None]) -> None:
+    def send(self, result: Action, target: int, values: Sequence[Any]) -> None:
         pass
 
     def finish(self) -> None:
