@@ -28,9 +28,8 @@ from penstock.plan import Plan, Stage
 from penstock.plan_costs import PlanCosts
 from penstock.planner import Hints, make_plan
 from penstock.profile import Profile
-from penstock.runtime.messages.compress import LOOKED_AT_EVERY, ErrorMeter, decode, encode, layout_sent, relative_error
+from penstock.runtime.messages.compress import LOOKED_AT_EVERY, ErrorMeter, Rounded, packing_of
 from penstock.runtime.messages.mailbox import Mailbox
-from penstock.runtime.messages.payload import layout_of
 from penstock.runtime.process.verify import compare, save_gradients
 from penstock.runtime.process.worker_files import edge_error, edge_errors
 from penstock.runtime.transport.base import Channel, Pending
@@ -53,12 +52,12 @@ def sent_bytes(value: Value, sends: str) -> float:
 
 
 def there_and_back(tensor: Tensor, sends: str) -> Tensor:
-    (sent,) = encode([tensor], sends)
-    (entry,) = layout_sent(layout_of([tensor]), sends)
-    assert entry is not None
+    packing = packing_of(sends)
+    layout, (sent,) = packing.pack([tensor])
+    (entry,) = packing.wire_layouts(layout)
     assert (sent.dtype, tuple(sent.shape)) == (entry.dtype, entry.shape)
-    (arrived,) = decode([sent], layout_of([tensor]), sends)
-    assert arrived is not None
+    arrived: Tensor
+    (arrived,) = packing.unpack(layout, [sent])
     assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
     return arrived
 
@@ -89,7 +88,7 @@ def test_int8_is_within_half_a_step_of_the_largest_of_the_block(values: list[flo
 def test_any_shape_arrives_in_as_many_bytes_as_the_cost_model_says(shape: list[int], sends: str) -> None:
     tensor = torch.randn(shape)
     there_and_back(tensor, sends)
-    (sent,) = encode([tensor], sends)
+    (sent,) = packing_of(sends).pack([tensor]).tensors
     value = Value(name="v", producer=0, consumers=(), num_bytes=tensor.nbytes, dtype="float32")
     assert abs(sent.nbytes - sent_bytes(value, sends)) <= 4  # the last block may have fewer numbers than others
 
@@ -131,7 +130,7 @@ OTHERS = [
 @pytest.mark.parametrize("sends", ROUNDED)
 @pytest.mark.parametrize("tensor", OTHERS, ids=lambda tensor: str(tensor.dtype))
 def test_what_is_not_float32_travels_as_it_is(tensor: Tensor, sends: str) -> None:
-    (sent,) = encode([tensor], sends)
+    (sent,) = packing_of(sends).pack([tensor]).tensors
     assert sent.data_ptr() == tensor.data_ptr()
     assert torch.equal(there_and_back(tensor, sends), tensor)
 
@@ -278,14 +277,19 @@ def test_verification_finds_gradients_within_what_the_compression_allows(tmp_pat
 # What was lost.
 
 
+def relative_error(values: Sequence[Tensor | None], sends: str) -> float:
+    packing = packing_of(sends)
+    assert isinstance(packing, Rounded)
+    return packing.relative_error(values, packing.pack(values))
+
+
 def test_the_relative_error_is_that_of_all_that_was_rounded() -> None:
     tensors = [torch.tensor([1.0, 0.003]), torch.tensor([7]), None, torch.tensor([100.2])]
-    error = relative_error(tensors, encode(tensors, "int8"), "int8")
-    assert error == pytest.approx(0.003 / math.hypot(1, 0.003, 100.2), rel=1e-2)  # less than half a step of 1 / 127
-    assert relative_error(tensors, encode(tensors, "exact"), "exact") == 0.0
-    assert relative_error([torch.zeros(3)], encode([torch.zeros(3)], "int8"), "int8") == 0.0
-    broken = [torch.tensor([math.nan])]
-    assert math.isnan(relative_error(broken, encode(broken, "bf16"), "bf16"))
+    assert relative_error(tensors, "int8") == pytest.approx(
+        0.003 / math.hypot(1, 0.003, 100.2), rel=1e-2
+    )  # less than half a step of 1 / 127
+    assert relative_error([torch.zeros(3)], "int8") == 0.0
+    assert math.isnan(relative_error([torch.tensor([math.nan])], "bf16"))
 
 
 def test_the_first_message_of_each_direction_is_looked_at_and_then_one_in_a_hundred() -> None:

@@ -21,7 +21,7 @@ from penstock.planner.max_load import max_load_plan
 from penstock.planner.pipedream import pipedream_plan
 from penstock.planner.sparsepipe import sparsepipe_plan
 from penstock.profile import Profile
-from penstock.runtime.messages.payload import obstacle
+from penstock.runtime.messages.values import obstacle
 
 
 def with_opaque(found: Profile, *names: str) -> Profile:
@@ -71,7 +71,8 @@ def test_what_can_be_sent() -> None:
     assert obstacle(torch.zeros([1] * 9)) == "tensor of 9 dimensions"
     assert obstacle(torch.zeros(2, dtype=torch.float8_e4m3fn)) == "float8_e4m3fn tensor"
     assert obstacle(torch.eye(2).to_sparse()) == "sparse_coo tensor"
-    assert obstacle((torch.zeros(2),)) == "tuple"
+    assert obstacle((torch.zeros(2), None, 3)) == ""
+    assert obstacle((torch.zeros(2), {4})) == "tuple that holds a set"
 
 
 @dataclass

@@ -21,7 +21,7 @@ from penstock import Job
 from penstock.errors import JobError
 from penstock.plan import Plan
 from penstock.runtime.capture.capture import capture
-from penstock.runtime.messages import payload
+from penstock.runtime.messages.header import MARK
 from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.transport.base import Channel, Pending, Transport
 from penstock.runtime.transport.threads import LocalExchange, LocalTransport
@@ -64,7 +64,7 @@ def same(one: Message, two: Message) -> bool:
 
 def like_the_mark() -> Tensor:
     """Values that begin as a message without values does."""
-    return torch.cat([torch.tensor(list(payload._MARK), dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)]).view(
+    return torch.cat([torch.tensor(list(MARK), dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)]).view(
         torch.float32
     )
 
@@ -98,7 +98,7 @@ VALUES = [
     torch.ones(3, 2),
     torch.tensor(7),
     torch.tensor(True),
-    torch.tensor(payload._MARK[0], dtype=torch.uint8),
+    torch.tensor(MARK[0], dtype=torch.uint8),
     like_the_mark(),
 ]
 

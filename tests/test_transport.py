@@ -20,7 +20,8 @@ import torch.multiprocessing as mp
 
 from penstock.errors import WorkerError
 from penstock.runtime.links import choice
-from penstock.runtime.messages.payload import TensorLayout, decode_header, encode_header
+from penstock.runtime.messages.dense import TensorLayout
+from penstock.runtime.messages.header import decode_header, encode_header
 from penstock.runtime.peers.store import StorePeers
 from penstock.runtime.transport import shared_memory
 from penstock.runtime.transport.base import Transport
@@ -292,4 +293,6 @@ def test_a_header_says_what_is_coming() -> None:
         TensorLayout(torch.bool, ()),
         TensorLayout(torch.float32, (7, 2, 4), order=(2, 0, 1)),
     )
-    assert decode_header(encode_header(layout)) == layout
+    header, description = encode_header(layout)
+    assert description is None
+    assert decode_header(header.tolist(), None) == layout

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.cluster import Cluster, Level
 from penstock.compression import COMPRESSIONS
-from penstock.graph import Value
+from penstock.graph import Value, ValueTensor
 from penstock.plan import Stage
 from penstock.profile import LayerSeconds, Profile, SizeCosts, WorkerSeconds
 from penstock.schedule import Family, Kind
@@ -106,6 +106,15 @@ def ring_terms(num_bytes: Any, link: Level) -> tuple[Any, Any]:
     return 2 * link.latency_s * (num_bytes > 0), 2 * num_bytes / link.bytes_per_s
 
 
+def _share_sent(value: Value, tensors: Iterable[ValueTensor], compression: str) -> float:
+    """How much of a value's bytes travels under a compression. Of a container, only these of its tensors do."""
+    share = COMPRESSIONS[compression].share
+    if not value.tensors:
+        return share if value.is_float32 else 1.0
+    sent_bytes = sum(tensor.num_bytes * (share if tensor.is_float32 else 1.0) for tensor in tensors)
+    return sent_bytes / max(1, value.num_bytes)
+
+
 def in_buckets(sizes: Iterable[float], bucket_bytes: float = BUCKET_BYTES) -> list[int]:
     """The bucket number of each gradient. Sizes come in the order in which a backward completes the gradients."""
     numbers, number, filled = [], -1, math.inf
@@ -153,8 +162,15 @@ class CostModel:
         return {value.name: size for value, size in zip(values, self.at_size.value_bytes, strict=True)}
 
     def sent_bytes(self, value: Value, compression: str) -> float:
-        """Bytes of a value on its way to another worker under this compression. Its gradient has the same size."""
-        return self.value_bytes(value) * (COMPRESSIONS[compression].share if value.is_float32 else 1.0)
+        """Bytes of a value on its way to another worker under this compression."""
+        return self.value_bytes(value) * _share_sent(value, value.tensors, compression)
+
+    def gradient_bytes(self, value: Value, compression: str) -> float:
+        """Bytes of a value's gradient on its way back. Only tensors that have a gradient count."""
+        if not value.differentiable:
+            return 0.0
+        with_gradient = [tensor for tensor in value.tensors if tensor.differentiable]
+        return self.value_bytes(value) * _share_sent(value, with_gradient, compression)
 
     def forward_s(self, layers: Collection[int], device: int, *, halves: bool = False) -> float:
         """Seconds of the forward. Set ``halves`` if the schedule runs the two halves of the backward apart, which makes

@@ -60,8 +60,27 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValueTensor:
+    """One tensor of a value that holds several."""
+
+    num_bytes: int
+    dtype: str
+    """The type of its numbers, by torch's name without the module."""
+    differentiable: bool = True
+    """Whether a gradient of the same size travels back."""
+
+    def __post_init__(self) -> None:
+        if not is_size(self.num_bytes):
+            raise GraphError(f"a value's tensor: num_bytes is {self.num_bytes}; sizes are 0 or more, up to 9 PB")
+
+    @property
+    def is_float32(self) -> bool:
+        return self.dtype == "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor that one layer makes and others read."""
+    """What one layer makes and others read: a tensor, or a container of tensors."""
 
     name: str
     producer: int
@@ -72,11 +91,26 @@ class Value:
     dtype: str = ""
     """The type of its numbers, by torch's name without the module; empty if unknown."""
     opaque: str = ""
-    """The type of a value that cannot be sent to another stage, such as an output object; empty for tensors."""
+    """The type of a value that cannot be sent to another stage, such as an object of the model's own; else empty."""
+    tensors: tuple[ValueTensor, ...] = ()
+    """The tensors of a container, such as a dict; empty for a value that is a tensor itself."""
 
     def __post_init__(self) -> None:
         if not is_size(self.num_bytes):
             raise GraphError(f"value {self.name!r}: num_bytes is {self.num_bytes}; sizes are 0 or more, up to 9 PB")
+        held_bytes = sum(tensor.num_bytes for tensor in self.tensors)
+        if self.tensors and held_bytes != self.num_bytes:
+            raise GraphError(
+                f"value {self.name!r}: num_bytes is {self.num_bytes}, but its tensors have {held_bytes} bytes; "
+                "the sum is expected"
+            )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of what travels back."""
+        if self.tensors:
+            return sum(tensor.num_bytes for tensor in self.tensors if tensor.differentiable)
+        return self.num_bytes if self.differentiable else 0
 
     @property
     def is_float32(self) -> bool:

@@ -147,11 +147,14 @@ class PlanCosts:
         sizes: dict[tuple[int, int], float] = {}
         for (source, target), values in self.plan.edges.items():
             sizes[source, target] = sum(map(self._value_bytes, values))
-            sizes[target, source] = sum(self._value_bytes(value) for value in values if value.differentiable)
+            sizes[target, source] = sum(map(self._gradient_bytes, values))
         return sizes
 
     def _value_bytes(self, value: Value) -> float:
         return self.model.sent_bytes(value, self._compressions[value.producer])
+
+    def _gradient_bytes(self, value: Value) -> float:
+        return self.model.gradient_bytes(value, self._compressions[value.producer])
 
     def memory(self, stage: int) -> Memory:
         return self.model.stage_memory(self.plan.stages[stage], family(self.plan.schedule))

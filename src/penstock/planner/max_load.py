@@ -143,7 +143,7 @@ def _transferred_bytes(downsets: Downsets) -> Floats:
     for value in graph.sent_values:
         if not value.num_bytes:
             continue
-        num_bytes = value.num_bytes * (2.0 if value.differentiable else 1.0)
+        num_bytes = value.num_bytes + value.gradient_bytes
         made = members[:, row[value.producer]]
         readers = members[:, [row[consumer] for consumer in value.consumers]].sum(axis=1)
         # sent: made in the stage, and not all of its readers are in it or before it

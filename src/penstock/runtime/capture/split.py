@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from penstock.errors import PlanError
 from penstock.graph import by_edge
@@ -243,7 +244,7 @@ class Splitter:
             for written in mutated_arguments(node):
                 source = next((name for name in names_of_memory(written) if name in received), None)
                 if source is not None and copies[source].op == "placeholder":
-                    copies[source] = graph.call_method("clone", (copies[source],))
+                    copies[source] = graph.call_function(_cloned, (copies[source],))
 
     def _targets(self, graph: fx.Graph) -> dict[str, Any]:
         """What the graph refers to in the root: tensors for get_attr, modules for call_module."""
@@ -279,6 +280,11 @@ class Splitter:
             value = getattr(self.captured.root.get_submodule(path), attribute)
             return (value,) if isinstance(value, Tensor) else ()
         return ()
+
+
+def _cloned(value: Any) -> Any:
+    """A value with memory of its own, also where it holds several tensors."""
+    return value.clone() if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, Tensor.clone, value)
 
 
 def _size_of_any(number: fx.Node, tensors: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:

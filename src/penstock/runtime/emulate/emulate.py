@@ -24,8 +24,8 @@ from penstock.runtime.emulate.stand_ins import (
     EmulatedSync,
     EmulatedTransport,
     EmulatedWeights,
+    emulated_value,
     shrunk,
-    value_tensor,
 )
 from penstock.runtime.links.choice import talking_pairs
 from penstock.runtime.messages.mailbox import Mailbox
@@ -193,7 +193,7 @@ class _Emulation:
         }
         sends_to, receives_from = sent_by(index, self.edges), received_by(index, self.edges)
         makes = {
-            name: value_tensor(self.values[name], self.costs.model.value_bytes(self.values[name]), self.shrink)
+            name: emulated_value(self.values[name], self.costs.model.value_bytes(self.values[name]), self.shrink)
             for names in sends_to.values()
             for name in names
         }

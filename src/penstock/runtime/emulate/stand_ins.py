@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.graph import Value
+from penstock.graph import Value, ValueTensor
 from penstock.runtime.capture.split import Section
 from penstock.runtime.emulate.network import Arrival, EmulatedNetwork, Stream
+from penstock.runtime.messages.values import Gradient, gradient_of, tensors_in
 from penstock.runtime.stage.stage import StageModule
 from penstock.runtime.stage.weights import Version, Weights
 from penstock.runtime.sync.sync import GradientSync
@@ -55,10 +56,19 @@ def shrunk(num_bytes: float, shrink: float, dtype: torch.dtype = torch.float32) 
     return torch.zeros(max(1, round(num_bytes / shrink / dtype.itemsize)), dtype=dtype)
 
 
-def value_tensor(value: Value, num_bytes: float, shrink: float) -> Tensor:
-    """A tensor that stands for a value of so many bytes."""
-    dtype = torch.float32 if value.is_float32 or not value.dtype else getattr(torch, value.dtype)
-    return shrunk(num_bytes, shrink, dtype).requires_grad_(value.differentiable)
+def emulated_value(value: Value, num_bytes: float, shrink: float) -> Tensor | tuple[Tensor, ...]:
+    """A tensor that stands for a value of so many bytes; a tuple for a value of several tensors."""
+    if value.tensors:
+        shares = [each.num_bytes / max(1, value.num_bytes) for each in value.tensors]
+        return tuple(
+            _tensor_like(each, num_bytes * share, shrink) for each, share in zip(value.tensors, shares, strict=True)
+        )
+    return _tensor_like(value, num_bytes, shrink)
+
+
+def _tensor_like(tensor: Value | ValueTensor, num_bytes: float, shrink: float) -> Tensor:
+    dtype = torch.float32 if tensor.is_float32 or not tensor.dtype else getattr(torch, tensor.dtype)
+    return shrunk(num_bytes, shrink, dtype).requires_grad_(tensor.differentiable)
 
 
 class EmulatedWeights(Weights):
@@ -95,7 +105,7 @@ class EmulatedSync(GradientSync):
 @dataclass(frozen=True)
 class _Kept:
     version: Version
-    received: Mapping[str, Tensor]
+    received: Mapping[str, Any]
     round_number: int | None = None
 
 
@@ -107,7 +117,7 @@ class EmulatedStage(StageModule):
         weights: EmulatedWeights,
         seconds: Callable[[Kind], float],
         *,
-        makes: Mapping[str, Tensor],
+        makes: Mapping[str, Any],
         finals: Sequence[tuple[str, float]],
         clock: DilatedClock,
     ) -> None:
@@ -135,13 +145,13 @@ class EmulatedStage(StageModule):
         self,
         microbatch: int,
         inputs: Sequence[Any],
-        received: Mapping[str, Tensor],
+        received: Mapping[str, Any],
         target: Any,
         version_number: int | None = None,
         staleness: int = 0,
         *,
         key: int = 0,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         with self._clock.lasting(self._seconds(Kind.FORWARD)):
             self._kept[microbatch] = _Kept(self.weights.acquire(version_number, staleness), received)
             return dict(self._makes)
@@ -149,12 +159,12 @@ class EmulatedStage(StageModule):
     def backward(
         self,
         microbatch: int,
-        gradients: Mapping[str, list[Tensor | None]],
+        gradients: Mapping[str, Sequence[Gradient]],
         *,
         loss_weight: float,
         scale: float,
         round_number: int | None = None,
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, Gradient]:
         found = self._gradients_of_inputs(microbatch, round_number)
         self._find_gradients(microbatch, self._seconds(Kind.BACKWARD))
         return found
@@ -162,22 +172,25 @@ class EmulatedStage(StageModule):
     def backward_input(
         self,
         microbatch: int,
-        gradients: Mapping[str, list[Tensor | None]],
+        gradients: Mapping[str, Sequence[Gradient]],
         *,
         loss_weight: float,
         scale: float,
         round_number: int | None = None,
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, Gradient]:
         with self._clock.lasting(self._seconds(Kind.INPUT)):
             return self._gradients_of_inputs(microbatch, round_number)
 
     def backward_weight(self, microbatch: int) -> None:
         self._find_gradients(microbatch, self._seconds(Kind.WEIGHT))
 
-    def _gradients_of_inputs(self, microbatch: int, round_number: int | None) -> dict[str, Tensor | None]:
+    def _gradients_of_inputs(self, microbatch: int, round_number: int | None) -> dict[str, Gradient]:
         kept = self._kept[microbatch]
         self._kept[microbatch] = _Kept(kept.version, {}, round_number)
-        return {name: torch.zeros_like(value) if value.requires_grad else None for name, value in kept.received.items()}
+        for value in kept.received.values():
+            for leaf in tensors_in(value):
+                leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
+        return {name: gradient_of(value) for name, value in kept.received.items()}
 
     def _find_gradients(self, microbatch: int, seconds: float) -> None:
         """Wait for all gradients at once; or one by one, if averaging overlaps with the backward."""

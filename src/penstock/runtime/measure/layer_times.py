@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.clocks import Clock
 from penstock.job import Job
@@ -29,6 +28,7 @@ from penstock.runtime.capture.randomness import drawing
 from penstock.runtime.capture.split import Section, Splitter
 from penstock.runtime.measure.part_times import LayerTimes
 from penstock.runtime.measure.worker_times import empty_section, typical
+from penstock.runtime.messages.values import Gradient, detached, gradient_of, rebuilt, tensors_in
 from penstock.runtime.stage.deferred import Deferring, PutOff
 from penstock.runtime.stage.losses import WeightedLoss, loss_of
 from penstock.runtime.stage.precision import Autocast
@@ -147,7 +147,7 @@ class Timer:
 
 class Kept(NamedTuple):
     values: Values
-    gradients: dict[str, Tensor | None]
+    gradients: dict[str, Gradient]
 
 
 class LayerTrial:
@@ -164,7 +164,7 @@ class LayerTrial:
 
     def forward(self, given: Sequence[Any], values: Values, target: Any, *, in_halves: bool) -> float:
         arguments = [given[position] for position in self.section.reads]
-        arguments += [values[name] for name in self.section.received_names]
+        arguments += [rebuilt(values[name]) for name in self.section.received_names]
         self.later = PutOff(self.trained) if in_halves else None
 
         def compute() -> None:
@@ -215,12 +215,10 @@ def through_all_layers(
     forwards_s = []
     for layer in layers:
         forwards_s.append(layer.forward(given, values, target, in_halves=in_halves))
-        values.update(
-            zip(layer.section.sent_names, (pytree.tree_map(as_leaf, value) for value in layer.sent), strict=True)
-        )
+        values.update(zip(layer.section.sent_names, map(detached, layer.sent), strict=True))
     made = dict(values)
     runs = [layer.backward(seconds, values) for layer, seconds in zip(layers[::-1], forwards_s[::-1], strict=True)]
-    gradients = {name: value.grad for name, value in made.items() if isinstance(value, Tensor)}
+    gradients = {name: gradient_of(value) for name, value in made.items()}
     return runs[::-1], Kept(made, gradients)
 
 
@@ -250,11 +248,3 @@ def forget(leaves: Mapping[str, Any], sums: Mapping[str, Tensor] | None = None) 
     for name, value in leaves.items():
         for leaf in tensors_in(value):
             leaf.grad = (sums or {}).get(name)
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def as_leaf(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

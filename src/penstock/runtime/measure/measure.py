@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.clocks import Clock
 from penstock.graph import Layer, LayerGraph, Parameter, Value
@@ -26,12 +25,13 @@ from penstock.runtime.capture.fidelity import untouched
 from penstock.runtime.capture.randomness import drawing
 from penstock.runtime.capture.split import Section, Splitter
 from penstock.runtime.machine.machine import device_kind
-from penstock.runtime.measure.layer_times import SizeTrial, Timer, as_leaf, tensors_in
+from penstock.runtime.measure.layer_times import SizeTrial, Timer
+from penstock.runtime.measure.made_values import MadeValue, made_value
 from penstock.runtime.measure.part_times import LayerTimes
 from penstock.runtime.measure.passes import Steps, take_passes
 from penstock.runtime.measure.update_times import average_times, fit_updates, step_times
 from penstock.runtime.measure.worker_times import StepTimes, TrialStage, TrialWorker, nearly_nothing
-from penstock.runtime.messages.payload import obstacle
+from penstock.runtime.messages.values import detached, rebuilt, tensors_in
 from penstock.runtime.stage.losses import WeightedLoss
 from penstock.runtime.stage.optimizers import Optimizers
 from penstock.runtime.stage.precision import autocast_for
@@ -143,16 +143,6 @@ class Updates:
     """of each all-reduce, whatever its gradients"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    """What is to be known of a value when it is gone."""
-
-    num_bytes: int
-    differentiable: bool
-    dtype: str
-    opaque: str
-
-
 @dataclass
 class _Size:
     """What is found out at one microbatch size."""
@@ -162,7 +152,7 @@ class _Size:
     load_s: float = 0.0
     saved: list[int] = field(default_factory=list)
     """bytes that autograd keeps of each layer"""
-    made: dict[str, _Made] = field(default_factory=dict)
+    made: dict[str, MadeValue] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     """those that a layer to come reads"""
     counted: set[int] = field(default_factory=set)
@@ -309,10 +299,7 @@ class Measurement:
                 name=node.name,
                 producer=self.splitter.layer_of[node],
                 consumers=consumers,
-                num_bytes=made.made[node.name].num_bytes,
-                differentiable=made.made[node.name].differentiable,
-                dtype=made.made[node.name].dtype,
-                opaque=made.made[node.name].opaque,
+                **vars(made.made[node.name]),
             )
             for node, consumers in self.splitter.consumers.items()
         )
@@ -400,7 +387,7 @@ class Measurement:
         buffers = {name: buffer.clone() for name, buffer in section.module.named_buffers()}
         leaves = {name: p.data.requires_grad_(p.requires_grad) for name, p in section.parameters.items()}
         arguments = [size.trial.given[position] for position in section.reads]
-        arguments += [size.values[name] for name in section.received_names]
+        arguments += [rebuilt(size.values[name]) for name in section.received_names]
         saved = _SavedBytes(size.counted, _memory_of(leaves))
         with torch.autograd.graph.saved_tensors_hooks(saved.count, lambda nothing: nothing):  # there is no backward
             sent, loss = self.timer.compute(section, leaves, arguments, buffers, size.trial.target)
@@ -408,13 +395,8 @@ class Measurement:
         size.counted |= saved.seen
         size.saved.append(saved.num_bytes)
         for name, value in zip(section.sent_names, sent, strict=True):
-            size.values[name] = pytree.tree_map(as_leaf, value)
-            size.made[name] = _Made(
-                num_bytes=sum(t.nbytes for t in tensors_in(value)),
-                differentiable=any(t.requires_grad for t in tensors_in(value)),
-                dtype=", ".join(sorted({str(t.dtype).partition(".")[2] for t in tensors_in(value)})),
-                opaque=obstacle(value),
-            )
+            size.values[name] = detached(value)
+            size.made[name] = made_value(value)
 
 
 class _SavedBytes:

@@ -22,6 +22,7 @@ from penstock.profile import WorkerSeconds
 from penstock.runtime.capture.capture import capture
 from penstock.runtime.capture.split import Section, Splitter
 from penstock.runtime.messages.mailbox import Mailbox
+from penstock.runtime.messages.values import Gradient, detached
 from penstock.runtime.stage.stage import StageModule
 from penstock.runtime.stage.weights import Version, Weights
 from penstock.runtime.sync.sync import GradientSync
@@ -213,8 +214,8 @@ def nearly_nothing(device: torch.device, *, in_halves: bool = False) -> tuple[St
 class Given(NamedTuple):
     """What a stage receives for every microbatch, as it would from other stages."""
 
-    values: Sequence[Tensor] = ()
-    gradients: Sequence[Tensor | None] = ()
+    values: Sequence[Any] = ()
+    gradients: Sequence[Gradient] = ()
     """Of the values that the stage sends."""
 
 
@@ -231,13 +232,13 @@ class SameMessages(Mailbox):
     def post_receives(self) -> None:
         pass
 
-    def take(self, need: Action, stage: int) -> list[Tensor | None]:
+    def take(self, need: Action, stage: int) -> list[Any]:
         values, gradients = self._given[stage]
         if need.kind is Kind.FORWARD:
-            return [value.detach().requires_grad_(value.requires_grad) for value in values]
+            return [detached(value) for value in values]
         return [*gradients, torch.ones(1, dtype=torch.float64)] if self._weighted else list(gradients)
 
-    def send(self, action: Action, target_stage: int, tensors: Sequence[Tensor | None]) -> None:
+    def send(self, action: Action, target_stage: int, values: Sequence[Any]) -> None:
         pass
 
     def finish(self) -> None:

@@ -1,5 +1,4 @@
-"""What an edge's tensors become on their way to another worker: float32 ones are rounded, if the plan says so, to bf16
-or int8; all others travel as they are.
+"""Messages whose float32 tensors are rounded to bf16 or int8 on their way; all other tensors travel as they are.
 
 Both ends know the plan and the layout of the values, so what arrives needs no description of its own. An int8 message
 holds a scale for each block of consecutive numbers (the largest of them is 127 steps), then a byte for each number.
@@ -9,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.compression import BLOCK
-from penstock.runtime.messages.payload import Layout, TensorLayout, layout_of
+from penstock.runtime.messages.dense import TensorLayout
+from penstock.runtime.messages.packing import EXACT, Layout, Packed, Packing
 
 STEPS = 127
 LOOKED_AT_EVERY = 100
@@ -27,7 +27,9 @@ Direction = tuple[int, int, str]
 """(stage that makes the values, stage that reads them, forward or backward)"""
 
 
-class Coding(Protocol):
+class Rounding(Protocol):
+    """How one float32 tensor travels in fewer bytes."""
+
     def layout(self, entry: TensorLayout) -> TensorLayout:
         """Of a tensor on its way."""
         ...
@@ -37,17 +39,6 @@ class Coding(Protocol):
     def decode(self, sent: Tensor, entry: TensorLayout) -> Tensor:
         """The tensor again, of the layout that it had."""
         ...
-
-
-class _Exact:
-    def layout(self, entry: TensorLayout) -> TensorLayout:
-        return entry
-
-    def encode(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def decode(self, sent: Tensor, entry: TensorLayout) -> Tensor:
-        return sent
 
 
 class _Bf16:
@@ -99,51 +90,48 @@ def _in_blocks(flat: Tensor, blocks: int) -> Tensor:
     return (functional.pad(flat, (0, missing)) if missing else flat).view(blocks, BLOCK)
 
 
-_EXACT = _Exact()
-_CODINGS: dict[str, Coding] = {"exact": _EXACT, "bf16": _Bf16(), "int8": _Int8()}
+class Rounded:
+    """A packing whose float32 tensors are rounded after another packing has made them."""
+
+    def __init__(self, inner: Packing, rounding: Rounding) -> None:
+        self._inner, self._rounding = inner, rounding
+
+    def pack(self, values: Sequence[Any]) -> Packed:
+        layout, tensors = self._inner.pack(values)
+        pairs = zip(tensors, self._inner.wire_layouts(layout), strict=True)
+        return Packed(layout, [self._rounding.encode(t) if _is_rounded(entry) else t for t, entry in pairs])
+
+    def wire_layouts(self, layout: Layout) -> list[TensorLayout]:
+        entries = self._inner.wire_layouts(layout)
+        return [self._rounding.layout(entry) if _is_rounded(entry) else entry for entry in entries]
+
+    def unpack(self, layout: Layout, tensors: Sequence[Tensor]) -> list[Any]:
+        pairs = zip(tensors, self._inner.wire_layouts(layout), strict=True)
+        return self._inner.unpack(
+            layout, [self._rounding.decode(t, entry) if _is_rounded(entry) else t for t, entry in pairs]
+        )
+
+    def relative_error(self, values: Sequence[Any], packed: Packed) -> float:
+        """The norm of what is lost beside that of what was to be sent, over the tensors that are rounded."""
+        lost, size = 0.0, 0.0
+        entries = self._inner.wire_layouts(packed.layout)
+        for tensor, sent, entry in zip(self._inner.pack(values).tensors, packed.tensors, entries, strict=True):
+            if _is_rounded(entry):
+                lost += _square_sum(tensor - self._rounding.decode(sent, entry))
+                size += _square_sum(tensor)
+        return math.sqrt(lost / size) if size else 0.0
 
 
-def coding_of(sends: str, entry: TensorLayout) -> Coding:
-    """How a tensor of this layout travels where the plan says ``sends``."""
-    return _CODINGS[sends] if entry.dtype is torch.float32 and 0 not in entry.shape else _EXACT
+def _is_rounded(entry: TensorLayout) -> bool:
+    return entry.dtype is torch.float32 and 0 not in entry.shape
 
 
-def layout_sent(layout: Layout, sends: str) -> Layout:
-    return tuple(entry and coding_of(sends, entry).layout(entry) for entry in layout)
+_ROUNDED: Mapping[str, Rounded] = {"bf16": Rounded(EXACT, _Bf16()), "int8": Rounded(EXACT, _Int8())}
 
 
-def encode(tensors: Sequence[Tensor | None], sends: str) -> list[Tensor]:
-    """What is sent of the tensors that there are."""
-    if sends == "exact":
-        return [tensor.detach().contiguous() for tensor in tensors if tensor is not None]
-    return [coding_of(sends, entry).encode(tensor) for tensor, entry in _present(tensors)]
-
-
-def decode(sent: Sequence[Tensor | None], layout: Layout, sends: str) -> list[Tensor | None]:
-    if sends == "exact":
-        return list(sent)
-    pairs = zip(sent, layout, strict=True)
-    return [
-        coding_of(sends, entry).decode(tensor, entry) if entry and tensor is not None else None
-        for tensor, entry in pairs
-    ]
-
-
-def relative_error(tensors: Sequence[Tensor | None], sent: Sequence[Tensor], sends: str) -> float:
-    """The norm of what is lost beside that of what was to be sent, over the tensors that are rounded."""
-    lost, size = 0.0, 0.0
-    for (tensor, entry), message in zip(_present(tensors), sent, strict=True):
-        coding = coding_of(sends, entry)
-        if coding is not _EXACT:
-            lost += _square_sum(tensor - coding.decode(message, entry))
-            size += _square_sum(tensor)
-    return math.sqrt(lost / size) if size else 0.0
-
-
-def _present(tensors: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, TensorLayout]]:
-    for tensor, entry in zip(tensors, layout_of(tensors), strict=True):
-        if tensor is not None and entry is not None:
-            yield tensor.detach().contiguous(), entry
+def packing_of(sends: str) -> Packing:
+    """How messages travel where the plan says ``sends``."""
+    return EXACT if sends == "exact" else _ROUNDED[sends]
 
 
 def _square_sum(tensor: Tensor) -> float:

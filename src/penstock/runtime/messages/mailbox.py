@@ -21,26 +21,26 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.errors import WorkerError
-from penstock.runtime.messages.compress import ErrorMeter, decode, encode, layout_sent, relative_error
-from penstock.runtime.messages.payload import (
-    Layout,
-    as_in_memory,
-    as_it_was,
+from penstock.runtime.messages.compress import ErrorMeter, Rounded, packing_of
+from penstock.runtime.messages.header import (
     can_be_marked,
     decode_header,
+    described_bytes,
     empty_header,
     encode_header,
     is_marked,
-    layout_of,
     marked,
 )
+from penstock.runtime.messages.packing import Layout, Packing
+from penstock.runtime.messages.values import detached
 from penstock.runtime.transport.base import Channel, Pending, Transport
 from penstock.schedule import Action, Kind, Pipeline, Schedule, dependencies
 
@@ -58,20 +58,12 @@ Message = tuple[Action, int]
 class _Posted(NamedTuple):
     message: Message
     layout: Layout
-    tensors: list[Tensor | None]
+    tensors: list[Tensor]
     """as sent"""
-    sends: str
+    packing: Packing
     pending: list[Pending]
     announced: bool
     """whether a header came first; if not, the layout is the one that such messages had so far"""
-
-    def arrived(self) -> list[Tensor | None]:
-        """Leaves of the receiver's graph, now that nothing writes into them any more."""
-        pairs = zip(self.layout, decode(self.tensors, self.layout, self.sends), strict=True)
-        return [
-            as_it_was(tensor, entry).requires_grad_(entry.differentiable) if entry and tensor is not None else None
-            for entry, tensor in pairs
-        ]
 
 
 class _Leaving(NamedTuple):
@@ -96,8 +88,10 @@ class Mailbox:
     ) -> None:
         """``edges`` says how many values each pair of stages exchanges; as many gradients come back and, if
         ``weighted``, one more tensor with them. ``sends`` says how a stage's values and their gradients travel, where
-        not as they are; within a worker they stay as they are."""
-        self.pipeline, self.edges, self.sends, self.weighted = pipeline, edges, sends, weighted
+        not as they are; within a worker they stay as they are. A value is anything that a codec takes."""
+        self.pipeline, self.edges, self.weighted = pipeline, edges, weighted
+        stages = {stage for edge in edges for stage in edge}
+        self._packings = {stage: packing_of(sends.get(stage, "exact")) for stage in stages}
         self.meter = ErrorMeter()
         self.transport, self.device, self.timeout_s = transport, device, timeout_s
         self._schedule: Schedule | None = None
@@ -107,7 +101,7 @@ class Mailbox:
         self._short: set[Channel] = set()
         """those of which something was taken since receives were last posted"""
         self._headers: dict[Channel, tuple[Tensor, Pending]] = {}
-        self._arrived: dict[Message, list[Tensor | None]] = {}
+        self._arrived: dict[Message, list[Any]] = {}
         self._leaving: dict[Channel, deque[_Leaving]] = defaultdict(deque)
         self._places: dict[int, dict[Action, int]] = {}
         """of each worker that sends to this one, where the actions stand in its program"""
@@ -141,7 +135,7 @@ class Mailbox:
                 self._headers[channel] = self._post_header(channel, expected[0])
         self._short.clear()
 
-    def take(self, need: Action, stage: int) -> list[Tensor | None]:
+    def take(self, need: Action, stage: int) -> list[Any]:
         """What an action of another stage made for this one, waiting for it if it is not here yet."""
         channel = (self.pipeline.worker_of(need.stage, need.index), need.kind)
         while (need, stage) not in self._arrived:
@@ -153,36 +147,36 @@ class Mailbox:
             if not posted.announced and is_marked(posted.tensors):
                 self._recall(channel, posted.message)
             else:
-                self._arrived[posted.message] = posted.arrived()
+                self._arrived[posted.message] = posted.packing.unpack(posted.layout, posted.tensors)
         if channel[0] != self.transport.rank:
             self._see_out(channel[0], self._places[channel[0]][need])
         return self._arrived.pop((need, stage))
 
-    def send(self, action: Action, target_stage: int, tensors: Sequence[Tensor | None]) -> None:
+    def send(self, action: Action, target_stage: int, values: Sequence[Any]) -> None:
         """Hand what an action made to the worker of ``target_stage`` that has the same microbatch."""
         receiver = self.pipeline.worker_of(target_stage, action.index)
         if receiver == self.transport.rank:
-            self._arrived[action, target_stage] = [
-                tensor if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors
-            ]
+            self._arrived[action, target_stage] = [detached(value) for value in values]
             return
         channel, message = (receiver, action.kind), (action, target_stage)
-        key, layout, sends = self._key(channel, message), layout_of(tensors), self._sends(message)
-        tensors = as_in_memory(tensors, layout)
-        values = encode(tensors, sends)
-        if sends != "exact":
+        key, packing = self._key(channel, message), self._packing(message)
+        packed = packing.pack(values)
+        layout, tensors = packed
+        if isinstance(packing, Rounded):
             direction = (*self._edge(message), "forward" if action.kind is Kind.FORWARD else "backward")
-            self.meter.look(direction, lambda: relative_error(tensors, values, sends))
+            self.meter.look(direction, partial(packing.relative_error, values, packed))
         known = None if channel in self._announces else self._sent_layouts.get(key)
-        if known is not None and (known != layout or is_marked(values)):
+        if known is not None and (known != layout or is_marked(tensors)):
             self._fill_posted(channel, message)
             known = None
         if known is None:
-            self._start_send(encode_header(layout).to(self.device), channel, action, target_stage)
+            for part in encode_header(layout):
+                if part is not None:
+                    self._start_send(part.to(self.device), channel, action, target_stage)
             if can_be_marked(layout):
                 self._sent_layouts[key] = layout
-        for value in values:
-            self._start_send(value, channel, action, target_stage)
+        for tensor in tensors:
+            self._start_send(tensor, channel, action, target_stage)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
@@ -214,10 +208,10 @@ class Mailbox:
         return self.transport.receive(tensor, channel, number)
 
     def _post(self, channel: Channel, message: Message, layout: Layout, *, announced: bool) -> None:
-        sends = self._sends(message)
-        tensors = [None if entry is None else entry.empty(self.device) for entry in layout_sent(layout, sends)]
-        pending = [self._start_receive(tensor, channel) for tensor in tensors if tensor is not None]
-        self._posted[channel].append(_Posted(message, layout, tensors, sends, pending, announced))
+        packing = self._packing(message)
+        tensors = [entry.empty(self.device) for entry in packing.wire_layouts(layout)]
+        pending = [self._start_receive(tensor, channel) for tensor in tensors]
+        self._posted[channel].append(_Posted(message, layout, tensors, packing, pending, announced))
 
     def _post_known(self, channel: Channel, most: int) -> None:
         """Post what comes next without a header, until ``most`` are posted."""
@@ -243,10 +237,19 @@ class Mailbox:
             self._headers[channel] = self._post_header(channel, message)
         header, pending = self._headers.pop(channel)
         self._wait(pending, lambda: f"{message[0]} from worker {channel[0]}")
-        layout = decode_header(header)
+        layout = self._announced_layout(header, channel, message)
         if can_be_marked(layout):
             self._received_layouts[self._key(channel, message)] = layout
         self._post(channel, message, layout, announced=True)
+
+    def _announced_layout(self, header: Tensor, channel: Channel, message: Message) -> Layout:
+        """Of a header that has come; waits for the description behind it, if it says that there is one."""
+        rows, description = header.tolist(), None
+        if size := described_bytes(rows):
+            description = torch.empty(size, dtype=torch.uint8, device=self.device)
+            pending = self._start_receive(description, channel)
+            self._wait(pending, lambda: f"{message[0]} from worker {channel[0]}")
+        return decode_header(rows, description)
 
     def _see_in(self, posted: _Posted, channel: Channel) -> None:
         for pending in posted.pending:
@@ -262,7 +265,7 @@ class Mailbox:
             layout = self._sent_layouts.get(self._key(channel, each))
             if layout is None:
                 break
-            for tensor in marked(layout_sent(layout, self._sends(each)), self.device):
+            for tensor in marked(self._packing(each).wire_layouts(layout), self.device):
                 self._start_send(tensor, channel, *each)
         self._announces.add(channel)
 
@@ -279,8 +282,8 @@ class Mailbox:
     def _key(self, channel: Channel, message: Message) -> tuple[Channel, Edge, int]:
         return channel, self._edge(message), self._samples[message[0].index]
 
-    def _sends(self, message: Message) -> str:
-        return self.sends.get(self._edge(message)[0], "exact")
+    def _packing(self, message: Message) -> Packing:
+        return self._packings[self._edge(message)[0]]
 
     @staticmethod
     def _edge(message: Message) -> Edge:

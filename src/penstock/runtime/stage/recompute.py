@@ -62,11 +62,6 @@ class FirstForward:
         return dict(self._copies)
 
 
-def forgotten(made: Tensor) -> Tensor:
-    """The value without the graph behind it; it still says whether a gradient is owed for it."""
-    return made.detach().requires_grad_(made.requires_grad)
-
-
 def _safe_to_overwrite(argument: Any) -> Any:
     """A copy, as operations in place may write into it. Where a gradient is owed, autograd forbids them anyway."""
     return argument.clone() if isinstance(argument, Tensor) and not argument.requires_grad else argument

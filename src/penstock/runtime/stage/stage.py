@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,22 +13,23 @@ from torch import Tensor
 from penstock.errors import WorkerError
 from penstock.runtime.capture.randomness import drawing
 from penstock.runtime.capture.split import Section
-from penstock.runtime.messages.payload import obstacle
+from penstock.runtime.messages.values import Gradient, detached, gradient_of, leaves_of, obstacle, tensors_in
 from penstock.runtime.stage.deferred import Deferring, PutOff
 from penstock.runtime.stage.losses import Term, WeightedLoss
 from penstock.runtime.stage.precision import Autocast
-from penstock.runtime.stage.recompute import Computed, FirstForward, forgotten
+from penstock.runtime.stage.recompute import Computed, FirstForward
 from penstock.runtime.stage.weights import Version, Weights
 
 
 class _Made(NamedTuple):
-    sent: dict[str, Tensor]
+    sent: dict[str, Any]
     loss: Tensor | None
 
 
 class _InFlight(NamedTuple):
     version: Version
-    received: dict[str, Tensor]
+    received: dict[str, Tensor | tuple[Tensor, ...]]
+    """The leaves of each value."""
     made: Callable[[], _Made]
     """kept since the forward, or made again for the backward"""
     later: PutOff
@@ -86,18 +87,19 @@ class StageModule:
         self,
         microbatch: int,
         inputs: Sequence[Any],
-        received: Mapping[str, Tensor],
+        received: Mapping[str, Any],
         target: Any,
         version_number: int | None = None,
         staleness: int = 0,
         *,
         key: int = 0,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Compute on a version of the weights, the newest if none is named, and return the values that other stages
-        read, by name. What is received must be leaf tensors. ``staleness`` is what the gradient's will be. Layers draw
+        read, by name. The tensors received must be leaves. ``staleness`` is what the gradient's will be. Layers draw
         random numbers by ``key``."""
-        leaves = {name: received[name] for name in self.section.received_names}
-        arguments = [inputs[position] for position in self.section.reads] + list(leaves.values())
+        arguments = [inputs[position] for position in self.section.reads]
+        arguments += [received[name] for name in self.section.received_names]
+        leaves = {name: leaves_of(received[name]) for name in self.section.received_names}
         version = self.weights.acquire(version_number, staleness)
         later = PutOff(version.trained_ids)
         if self._first_forward is None:
@@ -108,7 +110,7 @@ class StageModule:
             (values, _), again = self._first_forward.run(version.leaves, arguments)
         make = partial(self._make, again.run, microbatch, target, later, key)
         self._in_flight[microbatch] = _InFlight(version, leaves, make, later)
-        return {name: forgotten(value) for name, value in self._by_name(values).items()}
+        return {name: detached(value) for name, value in self._by_name(values).items()}
 
     def _make(self, compute: Callable[[], Computed], microbatch: int, target: Any, later: PutOff, key: int) -> _Made:
         """What the backward starts from, with the graph behind it."""
@@ -122,7 +124,7 @@ class StageModule:
             self.losses[microbatch] = float(loss.detach())
         return _Made(self._by_name(values), loss)
 
-    def _by_name(self, values: Sequence[Any]) -> dict[str, Tensor]:
+    def _by_name(self, values: Sequence[Any]) -> dict[str, Any]:
         made = dict(zip(self.section.sent_names, values, strict=True))
         for name, value in made.items():
             if what := obstacle(value):
@@ -135,16 +137,16 @@ class StageModule:
     def backward(
         self,
         microbatch: int,
-        gradients: Mapping[str, list[Tensor | None]],
+        gradients: Mapping[str, Sequence[Gradient]],
         *,
         loss_weight: float,
         scale: float,
         round_number: int | None = None,
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, Gradient]:
         """Add the microbatch's gradients to those of its round, by default the one that the next step consumes; return
         those of the values received, by name.
 
-        ``gradients`` holds, per value sent, what each stage that reads it found; they are summed.
+        ``gradients`` holds, per value sent, what each stage that reads it found; they are summed tensor by tensor.
         """
         found = self.backward_input(
             microbatch, gradients, loss_weight=loss_weight, scale=scale, round_number=round_number
@@ -162,21 +164,21 @@ class StageModule:
     def backward_input(
         self,
         microbatch: int,
-        gradients: Mapping[str, list[Tensor | None]],
+        gradients: Mapping[str, Sequence[Gradient]],
         *,
         loss_weight: float,
         scale: float,
         round_number: int | None = None,
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, Gradient]:
         """The first half of a backward: all that can't be put off."""
         state = self._in_flight.pop(microbatch)
         made = state.made()
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
-        for name, value in made.sent.items():
-            parts = [part for part in gradients.get(name, ()) if part is not None]
-            if value.requires_grad and parts:
-                roots.append(value)
+        for tensor, found in _gradients_found(made.sent, gradients):
+            parts = [part for part in found if part is not None]
+            if tensor.requires_grad and parts:
+                roots.append(tensor)
                 seeds.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
         if made.loss is not None and made.loss.requires_grad:
             roots.append(made.loss)
@@ -185,4 +187,16 @@ class StageModule:
             compute = partial(torch.autograd.backward, roots, seeds)
             self.weights.backward(state.version, compute, scale, round_number)
         self._half_done[microbatch] = _HalfDone(state.version, scale, round_number, state.later)
-        return {name: leaf.grad for name, leaf in state.received.items()}
+        return {name: gradient_of(leaves) for name, leaves in state.received.items()}
+
+
+def _gradients_found(
+    sent: Mapping[str, Any], gradients: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[Tensor, Sequence[Tensor | None]]]:
+    """Every tensor of the values sent, with what each stage that reads it found."""
+    for name, value in sent.items():
+        found = gradients.get(name, ())
+        if isinstance(value, Tensor):
+            yield value, found
+        elif found:
+            yield from zip(tensors_in(value), zip(*found, strict=True), strict=True)

@@ -162,13 +162,13 @@ class _EvaluationStage(StageModule):
         self,
         microbatch: int,
         inputs: Sequence[Any],
-        received: Mapping[str, Tensor],
+        received: Mapping[str, Any],
         target: Any,
         version_number: int | None = None,
         staleness: int = 0,
         *,
         key: int = 0,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         arguments = [inputs[position] for position in self.section.reads]
         arguments += [received[name] for name in self.section.received_names]
         version = self.weights.acquire(version_number)

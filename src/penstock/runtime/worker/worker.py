@@ -17,6 +17,7 @@ from penstock.clocks import Clock
 from penstock.remedy import Remedy
 from penstock.runtime.capture.randomness import seed_by
 from penstock.runtime.messages.mailbox import Edge, Mailbox
+from penstock.runtime.messages.values import Gradient
 from penstock.runtime.stage.precision import LossScaler
 from penstock.runtime.stage.stage import StageModule
 from penstock.runtime.stage.weights import Weights
@@ -156,10 +157,10 @@ class Worker:
         self.mailbox.finish()
 
     def _forward(self, action: Action, stage: OwnStage, segment: Segment) -> None:
-        received: dict[str, Tensor] = {}
+        received: dict[str, Any] = {}
         for source, names in stage.receives_from.items():
-            tensors = self.mailbox.take(Action(source, Kind.FORWARD, action.index), stage.index)
-            received.update((name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None)
+            values = self.mailbox.take(Action(source, Kind.FORWARD, action.index), stage.index)
+            received.update(zip(names, values, strict=True))
         inputs, target = stage.load(segment.feed, action.index)
         version = stage.first_version + segment.schedule.versions[stage.index][action.index]
         staleness = segment.schedule.staleness(stage.index, action.index)
@@ -171,14 +172,14 @@ class Worker:
 
     def _backward(self, action: Action, stage: OwnStage, segment: Segment) -> None:
         """All of it, or the half that earlier stages wait for."""
-        gradients: dict[str, list[Tensor | None]] = defaultdict(list)
+        gradients: dict[str, list[Gradient]] = defaultdict(list)
         weight: Tensor | None = None
         for reader, names in stage.sends_to.items():
-            tensors = self.mailbox.take(Action(reader, Kind.BACKWARD, action.index), stage.index)
+            arrived = self.mailbox.take(Action(reader, Kind.BACKWARD, action.index), stage.index)
             if self.weighted:
-                *tensors, weight = tensors
-            for name, tensor in zip(names, tensors, strict=True):
-                gradients[name].append(tensor)
+                *arrived, weight = arrived
+            for name, gradient in zip(names, arrived, strict=True):
+                gradients[name].append(gradient)
         loss_weight, scale = self._gradient_weights(stage.index, action.index, segment)
         round_number = stage.first_version + segment.schedule.round_of(stage.index, action.index)
         compute = partial(
