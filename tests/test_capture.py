@@ -357,7 +357,7 @@ def test_a_cut_may_run_a_reader_after_the_stage_that_overwrites_what_it_reads() 
     first = splitter.section([i for i in range(len(names)) if i not in late])
     second = splitter.section(late)
     sent, _ = first.run(first.parameters, [x])
-    values = dict(zip(first.sends, sent, strict=True))
+    values = dict(zip(first.sent_names, sent, strict=True))
     _, output = second.run(second.parameters, [values[name] for name in second.received_names])
     torch.testing.assert_close(splitter.captured.rebuild_output(output), model(x))
 
