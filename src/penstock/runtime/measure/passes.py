@@ -179,7 +179,7 @@ class _Passes:
         self._turns = _TURNS_FOR_OWN_TIME if finds_own else _TURNS
         self._steps: list[list[list[StepTimes]]] = []
         """Of each team, worker and stage."""
-        self._kept = Kept({}, {})
+        self._kept, self._loaded = Kept({}, {}), size.next_microbatch()
 
     @property
     def layers(self) -> list[LayerTimes]:
@@ -230,13 +230,14 @@ class _Passes:
         """Another microbatch each time. The steps that follow receive what its layers made."""
         trial, size = self.trial, self.size
         forget(trial.leaves, trial.sums if size.adds else {})
-        given, target = size.next_microbatch()
-        runs, self._kept = through_all_layers(trial.layers, given, target, in_halves=in_halves)
+        self._loaded = size.next_microbatch()
+        runs, self._kept = through_all_layers(trial.layers, *self._loaded, in_halves=in_halves)
         return runs
 
     def _step(self, turn: _Turn) -> None:
-        teams = self.trial.teams
+        """A part must read the microbatch that what it receives was made of: microbatches may differ in shape."""
+        teams, same = self.trial.teams, replace(self.size, next_microbatch=lambda: self._loaded)
         for number in turn.teams if len(teams) > 1 else [0]:
             for crew, times in zip(teams[number], self._steps[number], strict=True):
-                messages = crew.messages(self._kept, weighted=self.trial.weighted)
-                crew.worker.run(self.size, times, messages, in_halves=turn.in_halves, beside=turn.beside)
+                messages, feed = crew.messages(self._kept, weighted=self.trial.weighted), same if number else self.size
+                crew.worker.run(feed, times, messages, in_halves=turn.in_halves, beside=turn.beside)

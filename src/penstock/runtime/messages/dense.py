@@ -38,10 +38,10 @@ class TensorLayout(NamedTuple):
 class Reader(NamedTuple):
     """Makes values of one structure."""
 
-    count: int
-    """Tensors that a value takes."""
+    num_tensors: int
+    """How many tensors a value takes."""
     read: Callable[[Iterator[Tensor]], Any]
-    """Makes a value of the next ``count`` tensors."""
+    """Makes a value of its tensors, the next of these."""
 
 
 class Codec(Protocol):

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -82,7 +83,7 @@ class Nested:
         def read(tensors: Iterator[Tensor]) -> Any:
             return make([each.read(tensors) for each in readers])
 
-        return Reader(sum(each.count for each in readers), read)
+        return Reader(sum(each.num_tensors for each in readers), read)
 
 
 def _opened(value: Any) -> _Opened | None:
@@ -95,7 +96,7 @@ def _opened(value: Any) -> _Opened | None:
         return _Opened("dict", list(value), list(value.values()))
     if pytree.is_namedtuple_instance(value):
         return _Opened("named tuple", _name(kind), value)
-    if kind in pytree.SUPPORTED_NODES:
+    if kind in pytree.SUPPORTED_NODES and kind is not torch.Size:  # which torch makes a tuple again
         parts, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
         return _Opened("registered", [_name(kind), context], parts)
     return None
@@ -133,7 +134,7 @@ def _is_data(context: Any) -> bool:
 
 
 def _maker(what: Any, about: Any, count: int) -> Make:
-    """What makes a container of ``count`` parts; a WorkerError for what ``_opened`` never gives or is unknown here."""
+    """Makes a container of ``count`` parts. A WorkerError if ``_opened`` never gives such, or the class is unknown."""
     if what == "plain" and type(about) in PLAIN and not count:
         return lambda _: about
     if what == "tuple":
@@ -171,7 +172,7 @@ def _named_tuple(name: str) -> Any:
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
+        found = getattr(found, "__dict__", {}).get(part)  # getattr may import
     return found if isinstance(found, type) and pytree.is_namedtuple_class(found) else None
 
 

@@ -29,9 +29,9 @@ class Described:
     @cached_property
     def reader(self) -> Reader:
         reader = codec_named(self.kind).reader(json.loads(self.structure))
-        if reader.count != len(self.tensors):
+        if reader.num_tensors != len(self.tensors):
             raise WorkerError(
-                f"a message has a structure of {reader.count} tensors, but {len(self.tensors)} layouts; "
+                f"a message has a structure of {reader.num_tensors} tensors, but {len(self.tensors)} layouts; "
                 "run the same version on all workers"
             )
         return reader
