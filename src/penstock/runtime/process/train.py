@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from penstock.runtime.process.handed_in import (
 )
 from penstock.runtime.process.joining import worker_process
 from penstock.runtime.process.loss_file import LossFile, LossLog, per_minibatch, read_rows
+from penstock.runtime.process.options import TrainOptions
 from penstock.runtime.process.placement import check_placement
 from penstock.runtime.process.progress import Listener, Progress, ProgressLine
 from penstock.runtime.process.scalars import Scalars
@@ -65,32 +66,10 @@ OpenRun = Callable[[Job, Plan, Path | None], AbstractContextManager[RunDirectory
 """Makes the directory of a run of this job under this plan, from that checkpoint if any, or takes a given one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    job_name: str = ""
-    """of the job file, for checkpoints to say whose they are"""
-    resume: Path | None = None
-    """a checkpoint to go on from"""
-    init: Path | None = None
-    """a file of weights to start from"""
-    timeout_s: float = 300.0
-    checkpoint_every: int = 500
-    """minibatches"""
-    keep_checkpoints: int = 3
-    """the newest that stay"""
-    quiet: bool = False
-    tensorboard: Path | None = None
-    """a directory for TensorBoard, if it is to follow"""
-
-    def __post_init__(self) -> None:
-        if self.resume is not None and self.init is not None:
-            raise JobError("--resume goes on with a run, --init starts one from given weights; give one of them")
-
-
 def train_worker(
     job: Job,
     plan: Plan,
-    options: Options,
+    options: TrainOptions,
     open_run: OpenRun,
     *,
     opened: Callable[[RunDirectory], object] = lambda run: None,
@@ -128,7 +107,7 @@ def train_worker(
     return run
 
 
-def say_at_first(words: str, options: Options) -> None:
+def say_at_first(words: str, options: TrainOptions) -> None:
     """What is under way before there is any progress to show, once for all workers."""
     if os.environ["RANK"] == "0" and not options.quiet:
         sys.stderr.write(f"{words}\n")
@@ -137,7 +116,7 @@ def say_at_first(words: str, options: Options) -> None:
 
 class _Training:
     def __init__(
-        self, assembly: Assembly, run: RunDirectory, options: Options, links: Links, save: Save, clocks: Clocks
+        self, assembly: Assembly, run: RunDirectory, options: TrainOptions, links: Links, save: Save, clocks: Clocks
     ) -> None:
         self.job, self.plan, self.worker = assembly.job, assembly.plan, assembly.worker
         self.assembly, self.options, self.run_directory = assembly, options, run
