@@ -23,13 +23,15 @@ verbs = typer.Typer()
 )
 def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"{', '.join(MODULES)}; table1 is PipeDream's")],
-    svg: Annotated[Path | None, typer.Option(help=f"where to draw what was found, with {', '.join(DRAWN)}")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help=f"where to write a drawing of the results; for {', '.join(DRAWN)}")
+    ] = None,
     emulate: Annotated[
         bool, typer.Option("--emulate", help="with table1: run its plans for 16 GPUs on emulated devices")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure Penstock on this machine, beside its peers; or set its plans beside published ones."""
+    """Benchmark Penstock against its peers on this machine, or compare its plans with published ones."""
     if svg is not None and name not in DRAWN:
         raise FormatError(f"bench {name} has no drawing; --svg goes with bench {', '.join(DRAWN)}")
     found = run_benchmark(name, emulate=emulate)

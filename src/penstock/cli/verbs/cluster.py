@@ -21,15 +21,15 @@ verbs = typer.Typer(help="Describe a cluster.", no_args_is_help=True)
     "torchrun --nnodes 2 --node-rank 0 --master-addr host0 --nproc-per-node 4 -m penstock cluster measure",
 )
 def measure(
-    workers: Annotated[int, typer.Option(min=2, help="to start on this machine; torchrun starts its own")] = 2,
+    workers: Annotated[int, typer.Option(min=2, help="workers to start on this machine; torchrun starts its own")] = 2,
     output: Annotated[Path, typer.Option("--output", "-o", help="where to write the cluster file")] = Path(
         "cluster.toml"
     ),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the cluster file that is there")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing cluster file")] = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     as_json: Json = False,
 ) -> None:
-    """Time messages, all-reduces and a computation on the workers there are; write the cluster file to plan for."""
+    """Time messages, all-reduces and a computation on a cluster's workers; write the cluster file to plan for."""
     if output.exists() and not overwrite:
         raise FormatError(f"{output}: is there already; name another with --output, or replace it with --overwrite")
     checks.check_can_write(output, "--output")

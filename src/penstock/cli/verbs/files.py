@@ -33,7 +33,7 @@ def import_profile(
     output: Annotated[Path, typer.Option("--output", "-o", help="where to write the profile")] = Path("profile.json"),
     as_json: Json = False,
 ) -> None:
-    """Turn another system's profile into one of Penstock's."""
+    """Convert another system's profile to Penstock's format."""
     made = read_profile(file)
     codec.save(made, output)
     print_answer(made, as_json, lambda: tables.profile_table(made), f"profile written to {output}")
@@ -55,9 +55,9 @@ def export(
             "(partition); of a checkpoint's weights: safetensors, or state-dict (as torch.save writes it)",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="where to write it")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="where to write the file")],
 ) -> None:
-    """Write a plan as another system's file, or a checkpoint's weights as one file for any program."""
+    """Write a plan as another system's file, or a checkpoint's weights as one file that other programs read."""
     if source.is_dir():
         from penstock.runtime.checkpoint.portable import export_weights
 
@@ -70,7 +70,9 @@ def export(
 @verbs.command(epilog="Examples: penstock show plan.json; penstock show plan.json --svg plan.svg")
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="a profile, plan or trace")],
-    svg: Annotated[Path | None, typer.Option(help="where to draw a plan's layer graph, coloured by stage")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="where to write a drawing of a plan's layer graph, coloured by stage")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print what a file holds."""

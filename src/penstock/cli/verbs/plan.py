@@ -40,28 +40,33 @@ Schedule = Annotated[
         "inference; or a text or CSV file of actions, a line for each worker",
     ),
 ]
-Microbatches = Annotated[int | None, typer.Option(help="per minibatch, for synchronous schedules; chosen by default")]
+Microbatches = Annotated[
+    int | None, typer.Option(help="microbatches per minibatch, for synchronous schedules; chosen if not given")
+]
 SamplesPerS = Annotated[
-    float | None, typer.Option(help="for inference: at least this throughput, at the lowest latency")
+    float | None, typer.Option(help="for inference: the least throughput; the plan with the lowest latency is chosen")
 ]
 Straight = Annotated[bool, typer.Option("--straight", help="one replica per stage")]
-Replicas = Annotated[str | None, typer.Option(help="a fixed number for each stage, such as 0:3,1:1 or 3-1")]
-MostStages = Annotated[int | None, typer.Option(help="no more stages than this")]
+Replicas = Annotated[str | None, typer.Option(help="replicas of each stage, such as 0:3,1:1 or 3-1")]
+MostStages = Annotated[int | None, typer.Option(help="largest number of stages")]
 Pins = Annotated[
-    list[str] | None, typer.Option(metavar="LAYER=STAGE", help="a layer that must be in that stage; repeatable")
+    list[str] | None, typer.Option(metavar="LAYER=STAGE", help="a layer and the stage that it must be in; repeatable")
 ]
 NoCuts = Annotated[
-    list[str] | None, typer.Option(metavar="LAYER=LAYER", help="two layers that must share a stage; repeatable")
+    list[str] | None, typer.Option(metavar="LAYER=LAYER", help="two layers that must be in one stage; repeatable")
 ]
-Recompute = Annotated[
-    bool, typer.Option(help="whether stages that do not fit may compute their forward twice to save memory")
-]
+Recompute = Annotated[bool, typer.Option(help="whether stages that do not fit into memory may recompute their forward")]
 Compress = Annotated[
     str,
-    typer.Option(help="exact; or bf16, int8: what may be rounded to on its way between workers, where that saves time"),
+    typer.Option(
+        help="exact; or bf16, int8: the format that messages between workers may be rounded to, where that saves time"
+    ),
 ]
 Cost = Annotated[
-    str, typer.Option(help="default; or pipedream, sparsepipe, max-load: other systems' objectives, to compare")
+    str,
+    typer.Option(
+        help="what to minimise: default; or pipedream, sparsepipe, max-load, other systems' objectives, for comparison"
+    ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", help="where to write the plan")]
 

@@ -31,7 +31,7 @@ def profile(
     threads: Annotated[int, typer.Option(help="CPU threads that each worker will have")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Measure every layer of a job's model at several microbatch sizes: seconds, bytes, what autograd keeps."""
+    """Measure every layer of a job's model at several microbatch sizes: seconds, bytes, memory kept for backward."""
     check_job_file(job)
     checks.check_can_write(output, "--output")
     with loading_torch(as_json) as steps:

@@ -25,19 +25,21 @@ verbs = typer.Typer()
 
 Runs = Annotated[
     list[Path],
-    typer.Argument(metavar="RUN...", help="run directory, from `penstock train`; several are set side by side"),
+    typer.Argument(metavar="RUN...", help="run directory, from `penstock train`; several are compared"),
 ]
 Output = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", help="where to write the page; report.html in RUN, or of several comparison.html here"
+        "--output",
+        "-o",
+        help="where to write the page; if not given, report.html in RUN, or comparison.html for several runs",
     ),
 ]
 Png = Annotated[
     Path | None,
     typer.Option(
-        help="where to write the figures: a directory for a PNG of each, or a name that ends in .png for one with "
-        "all; needs matplotlib"
+        help="where to write the figures: a directory for one PNG each, or a name that ends in .png for all in one; "
+        "needs matplotlib"
     ),
 ]
 
@@ -51,14 +53,14 @@ def report(
     runs: Runs,
     output: Output = None,
     perfetto: Annotated[
-        Path | None, typer.Option(help="where to write a trace for ui.perfetto.dev, if anywhere")
+        Path | None, typer.Option(help="where to write a trace for ui.perfetto.dev; not written if not given")
     ] = None,
     png: Png = None,
     as_json: Json = False,
 ) -> None:
     """Write the HTML report of a run: timeline, predicted against measured, memory, throughput, loss, plan.
 
-    Of several runs, one page that sets them side by side."""
+    For several runs, one page that compares them."""
     if len(runs) == 1:
         _report_one(RunDirectory(runs[0]), output, perfetto, png, as_json)
     elif perfetto is not None or png is not None:
@@ -101,7 +103,7 @@ def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="run directory, from `penstock train`")],
     as_json: Json = False,
 ) -> None:
-    """Follow a run in the terminal until it ends: pace, loss, time left, and what every worker does and holds."""
+    """Follow a run in the terminal until it ends: throughput, loss, time left, each worker's activity and memory."""
     directory = RunDirectory(run)
     if as_json:
         typer.echo(json.dumps(watching.answer(watching.read_run(directory).read()), allow_nan=False))

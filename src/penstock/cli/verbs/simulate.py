@@ -32,9 +32,9 @@ Changes = Annotated[
     list[str] | None,
     typer.Option(
         metavar="CHANGE[,CHANGE]",
-        help="to compare with: bandwidth, latency, speed, memory, microbatches, schedule, compress or conditions "
-        "(a file of slowdowns), =VALUE or =xFACTOR, of a part such as bandwidth@level:1, speed@device:3, "
-        "speed@host:1, speed@kind:V100; repeatable",
+        help="changes to compare with, each NAME=VALUE or NAME=xFACTOR. Names: bandwidth, latency, speed, memory, "
+        "microbatches, schedule, compress, conditions (a file of slowdowns); of a part of the cluster: "
+        "bandwidth@level:1, speed@device:3, speed@host:1, speed@kind:V100; repeatable",
     ),
 ]
 
@@ -46,13 +46,17 @@ Changes = Annotated[
 )
 def simulate(
     plan: PlanFile,
-    cluster: Annotated[str | None, typer.Option(help="to play the plan on, instead of the one it was made for")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="cluster to simulate, instead of the one that the plan was made for")
+    ] = None,
     what_if: Changes = None,
-    minibatches: Annotated[int, typer.Option(min=1, help="how many to play")] = 50,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="where to write the trace, if anywhere")] = None,
+    minibatches: Annotated[int, typer.Option(min=1, help="minibatches to simulate")] = 50,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="where to write the trace; not written if not given")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Play a plan's actions with the profile's costs: throughput, what each worker waits and holds, the bottleneck."""
+    """Simulate a plan with the profile's costs: throughput, each worker's waiting time and memory, the bottleneck."""
     loaded = codec.load(Plan, plan)
     if cluster is not None:
         loaded = replace(loaded, cluster=read_cluster(cluster), prediction=NO_PREDICTION)
@@ -79,17 +83,23 @@ def _read_conditions(file: str) -> Conditions:
 def sweep(
     sources: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="profiles to plan for each combination, or plans to take as they are"),
+        typer.Argument(
+            metavar="FILE...",
+            help="profiles, which are planned for each combination, or plans, which are simulated as they are",
+        ),
     ],
-    cluster: Annotated[list[str] | None, typer.Option(help="as for `penstock plan`; repeatable")] = None,
+    cluster: Annotated[list[str] | None, typer.Option(help="cluster, as for `penstock plan`; repeatable")] = None,
     schedule: Annotated[
-        list[str] | None, typer.Option(help="by name, as for `penstock plan`; a plan's own, or pipedream; repeatable")
+        list[str] | None,
+        typer.Option(
+            help="schedule name, as for `penstock plan`; if not given, a plan's own, or pipedream; repeatable"
+        ),
     ] = None,
-    minibatches: Annotated[int, typer.Option(min=1, help="how many to play of each")] = 50,
-    svg: Annotated[Path | None, typer.Option(help="where to draw what was found")] = None,
+    minibatches: Annotated[int, typer.Option(min=1, help="minibatches to simulate of each combination")] = 50,
+    svg: Annotated[Path | None, typer.Option(help="where to write a bar chart of the results")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare schedules, plans and clusters by simulation: plan and play every combination, rank them."""
+    """Compare schedules, plans and clusters by simulation: plan and simulate every combination, fastest first."""
     read = {str(file): _read_profile_or_plan(file) for file in sources}
     if not cluster and any(isinstance(each, Profile) for each in read.values()):
         raise FormatError("a profile is planned for a cluster: give one or more with --cluster")
@@ -116,9 +126,9 @@ def _read_profile_or_plan(file: Path) -> Profile | Plan:
 @verbs.command(epilog="Examples: penstock emulate plan.json; penstock emulate plan.json --minibatches 200 --dilation 5")
 def emulate(
     plan: PlanFile,
-    minibatches: Annotated[int, typer.Option(min=1, help="how many to run")] = 50,
+    minibatches: Annotated[int, typer.Option(min=1, help="minibatches to run")] = 50,
     dilation: Annotated[
-        float | None, typer.Option(help="real seconds for each emulated one; chosen by default, for accuracy")
+        float | None, typer.Option(help="real seconds per emulated second; chosen for accuracy if not given")
     ] = None,
     run: Annotated[
         Path | None,
@@ -127,7 +137,7 @@ def emulate(
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     as_json: Json = False,
 ) -> None:
-    """Run a plan on devices that are not here: its workers exchange real messages, computing is a timed wait."""
+    """Run a plan on emulated devices: its workers exchange real messages, and computing is a timed wait."""
     loaded = codec.load(Plan, plan)
     checks.check_run_directory(run)
     from penstock.runtime.emulate.emulate import emulate as run_emulated

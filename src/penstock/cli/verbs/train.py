@@ -47,7 +47,9 @@ def train(
         Path | None,
         typer.Argument(metavar="[PLAN]", help="plan file; without it the job is profiled and planned"),
     ] = None,
-    cluster: Annotated[str, typer.Option(help="to plan for, where no PLAN is given")] = "local:2",
+    cluster: Annotated[
+        str, typer.Option(help="cluster to plan for if no PLAN is given, as for `penstock plan`")
+    ] = "local:2",
     run: RunDirectoryOption = None,
     *,
     options: TrainOptions,

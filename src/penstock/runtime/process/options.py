@@ -16,15 +16,16 @@ class TrainOptions:
     """Fields with a help text are options of `penstock train`; the command line sets the others itself."""
 
     resume: Path | None = field(
-        default=None, metadata={"help": "checkpoint directory to go on from, written by any plan"}
+        default=None, metadata={"help": "checkpoint directory to resume from, written under any plan"}
     )
     init: Path | None = field(
         default=None, metadata={"help": "weights to start from: a .safetensors file, or a state_dict from torch.save"}
     )
     checkpoint_every: int = field(default=500, metadata={"help": "minibatches between checkpoints", "min": 1})
-    keep_checkpoints: int = field(default=3, metadata={"help": "how many checkpoints stay, the newest", "min": 1})
+    keep_checkpoints: int = field(default=3, metadata={"help": "how many of the newest checkpoints to keep", "min": 1})
     tensorboard: Path | None = field(
-        default=None, metadata={"help": "directory for TensorBoard to follow the run in; needs the tensorboard package"}
+        default=None,
+        metadata={"help": "directory to write TensorBoard's event files to; needs the tensorboard package"},
     )
     timeout_s: float = DEFAULT_TIMEOUT_S
     """The longest time that a worker waits for another."""
