@@ -27,7 +27,8 @@ from penstock.runtime.machine.memory import MemoryMeter
 from penstock.runtime.measure.measure import profile_job
 from penstock.runtime.peers.threads import Board, ThreadPeers
 from penstock.runtime.process.clocks import Clocks
-from penstock.runtime.process.train import Options, Training
+from penstock.runtime.process.options import TrainOptions
+from penstock.runtime.process.train import Training
 from penstock.runtime.process.verify import compare, save_gradients
 from penstock.runtime.transport.threads import LocalExchange, LocalTransport
 from penstock.runtime.worker.assemble import Assembly, assemble
@@ -142,7 +143,7 @@ def run_in_threads(
             return _Threads(plan, timeout_s, errors).train(
                 make,
                 RunDirectory(Path(directory)),
-                Options(quiet=True, timeout_s=timeout_s),
+                TrainOptions(quiet=True, timeout_s=timeout_s),
                 prepare=prepare,
                 then=then,
                 transport=transport,
@@ -231,7 +232,7 @@ class _Threads:
         self,
         make: Callable[[], Job],
         run: RunDirectory,
-        options: Options,
+        options: TrainOptions,
         *,
         save: Save | None = None,
         prepare: Callable[[Assembly], None] = lambda assembly: None,
@@ -256,7 +257,7 @@ class _Threads:
                     training.keeper._writing.join(self.timeout_s)
         return assemblies
 
-    def _training(self, assembly: Assembly, run: RunDirectory, options: Options, save: Save | None) -> Training:
+    def _training(self, assembly: Assembly, run: RunDirectory, options: TrainOptions, save: Save | None) -> Training:
         rank = assembly.worker.rank
         return Training(
             assembly,
@@ -312,7 +313,7 @@ def train_keeping(
     def prepare(assembly: Assembly) -> None:
         assembly.worker.on_action = partial(on_action, assembly)
 
-    options = Options(
+    options = TrainOptions(
         quiet=True, timeout_s=timeout_s, resume=resume, init=init, checkpoint_every=every, keep_checkpoints=keep
     )
     return _Threads(plan, timeout_s, errors).train(make, run, options, save=save, prepare=prepare)

@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from builders import chain_profile, flat_cluster, plan_of
 from penstock import EarlyStop, Job, codec
-from penstock.cli import app as verbs
-from penstock.cli import show, simulations
+from penstock.cli import checks, show, simulations
 from penstock.cli.app import app
 from penstock.cli.steps import Steps
+from penstock.cli.verbs import plan as plan_verb
+from penstock.cli.verbs import simulate as simulate_verbs
 from penstock.cluster import parse_cluster
 from penstock.errors import CaptureError, FormatError, JobError
 from penstock.planner import make_plan
@@ -94,7 +95,7 @@ def test_what_can_be_told_without_torch_is_told_before_it_is_loaded(name: str, f
 
 
 def test_a_directory_that_can_be_made_is_not_made_by_looking(tmp_path: Path) -> None:
-    verbs.checks.check_run_directory(tmp_path / "a" / "b")
+    checks.check_run_directory(tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -189,7 +190,8 @@ def test_every_verb_has_short_help_and_output(files: Path, monkeypatch: pytest.M
 
 def test_the_examples_in_the_help_of_simulate_work(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
-    (command,) = [each for each in app.registered_commands if each.callback is verbs.simulate]
+    registered = simulate_verbs.verbs.registered_commands
+    (command,) = [each for each in registered if each.callback is simulate_verbs.simulate]
     assert isinstance(command.epilog, str)
     examples = re.findall(r"penstock (simulate [^;]+)", command.epilog)
     assert len(examples) == 3
@@ -202,7 +204,7 @@ def test_a_verb_that_is_stopped_says_what_was_kept(files: Path, monkeypatch: pyt
     def stopped(path: Path) -> Profile:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verbs, "read_profile", stopped)
+    monkeypatch.setattr(plan_verb, "read_profile", stopped)
     result = CliRunner().invoke(app, ["plan", str(files / "profile.json"), "--cluster", "local:2"])
     assert result.exit_code == 130
     assert "penstock: stopped; nothing was written" in result.stderr

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.cli.going_on import Checkpoints, command_to_go_on
+from penstock.cli.resuming import Checkpoints, command_to_go_on
 from penstock.errors import PlanError, WorkerError
 from penstock.run import INDEX, RunDirectory
 from penstock.runtime.machine.out_of_memory import kills_so_far

@@ -119,8 +119,8 @@ def test_a_module_imports_only_from_its_own_layer_and_those_below(path: str) -> 
         ),
         (
             "runtime/stage/stage.py",
-            "from penstock.runtime.process.train import Options",
-            "runtime/stage imports penstock.runtime.process.train.Options, which comes after it",
+            "from penstock.runtime.process.train import train_worker",
+            "runtime/stage imports penstock.runtime.process.train.train_worker, which comes after it",
         ),
         ("adapt/replan.py", "import penstock.bench.run", "layer 4 imports penstock.bench.run of layer 5"),
         (

@@ -37,9 +37,9 @@ _SHOWN = 40
 
 
 def encode(value: Any) -> Any:
-    """The plain JSON form of a value: dataclasses become objects, tuples become lists, values with ``parse`` become
-    text."""
-    if hasattr(type(value), "parse"):
+    """The plain JSON form of a value: dataclasses become objects, tuples become lists, paths and values with ``parse``
+    become text."""
+    if hasattr(type(value), "parse") or isinstance(value, Path):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         tag = {"format": value.FORMAT} if hasattr(value, "FORMAT") else {}
@@ -142,6 +142,8 @@ def _decode(hint: Any, data: Any, where: str) -> Any:
         return _decode_text(hint, data, where)
     if dataclasses.is_dataclass(hint):
         return _decode_dataclass(hint, data, where)
+    if hint is Path:
+        return _decode_path(data, where)
     if origin in (typing.Union, types.UnionType):
         return _decode_optional(hint, data, where)
     if origin in (tuple, Sequence):
@@ -198,6 +200,13 @@ def _decode_text(cls: Any, data: Any, where: str) -> Any:
         return cls.parse(data)
     except PenstockError as error:
         raise type(error)(f"{where}: {error}") from None
+
+
+def _decode_path(data: Any, where: str) -> Path:
+    """Not checked as Unicode: a file system may have names that are not."""
+    if not isinstance(data, str):
+        raise _wrong("a path", data, where)
+    return Path(data)
 
 
 def _decode_optional(hint: Any, data: Any, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""What tables are made of: names that give way where there is little room, numbers that do not."""
+"""Cells of tables. In a narrow terminal names are shortened; numbers never are."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from penstock.units import shorten_middle
 
 
 class Names:
-    """A cell ``first .. last``, or of one name, and what is said of it.
+    """A cell with one name or ``first .. last``, followed by the text ``about``.
 
-    Where the column is too narrow, names lose their middle; they are never broken over lines."""
+    In a column that is too narrow, names lose their middle. They are never wrapped."""
 
     BETWEEN = " .. "
     LEAST = 10
-    """letters of a name, if there is room"""
+    """The least number of letters that a name asks for."""
 
     def __init__(self, names: Iterable[str], about: str = "") -> None:
         self.names, self.about = list(dict.fromkeys(names)), about
@@ -48,7 +48,7 @@ def name_cell(text: str) -> Names:
 
 
 def add_numbers(table: Table, columns: Iterable[str]) -> None:
-    """Columns that are never broken over lines; names give way to them."""
+    """Add columns whose cells are never wrapped."""
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
 
@@ -64,6 +64,6 @@ LETTERS = {
 
 
 def letters(kinds: Iterable[str]) -> str:
-    """What the actions in a table are."""
+    """The legend of the kinds of action in a table."""
     there = set(kinds)
     return "; ".join(words for kind, words in LETTERS.items() if kind.value in there)

@@ -1,4 +1,4 @@
-"""What can be wrong before torch is loaded, which takes seconds: files, directories and texts that a user named."""
+"""Checks of the user's files and directories that need no torch. Verbs make them before they load it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from penstock.plan import Plan
 
 
 def check_can_write(path: Path, option: str) -> None:
-    """Raise unless something can be written at or into ``path``. Nothing is left behind."""
+    """Raise unless the file or directory ``path`` can be written. Creates nothing that stays.
+
+    ``option`` is the option that the path was given by."""
     place = path.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -27,7 +29,7 @@ def check_can_write(path: Path, option: str) -> None:
 
 
 def check_run_directory(path: Path | None) -> None:
-    """``None`` stands for a new one in the usual place."""
+    """Raise unless a run can be written to ``path``; ``None`` is a new directory in ``penstock-runs``."""
     if path is None:
         check_can_write(RUNS, "--run-dir")
         return
@@ -37,4 +39,5 @@ def check_run_directory(path: Path | None) -> None:
 
 
 def check_plan_file(path: Path) -> None:
+    """Raise unless the file is a valid plan."""
     codec.load(Plan, path)

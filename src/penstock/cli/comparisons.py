@@ -1,4 +1,4 @@
-"""The table of several runs side by side."""
+"""The table that compares several runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.report import figure_rows
 
 
 def comparison_table(answer: dict[str, Any]) -> RenderableType:
-    """A column for each run: what it did, what its plan has that others have not; and below, what bounded each."""
+    """A column for each run: its figures, and where its plan differs. Below, the bottleneck of each."""
     table = Table(box=box.SIMPLE_HEAD, title="runs side by side")
     table.add_column("what", overflow="fold")
     for run in answer["runs"]:

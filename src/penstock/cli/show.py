@@ -1,4 +1,7 @@
-"""Tables and JSON answers of the values. Nothing here computes a cost of its own."""
+"""Tables and JSON answers for profiles, plans, traces, runs, verifications, clusters and benchmarks.
+
+Costs are never computed here: they come from `PlanCosts`.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ from penstock.units import (
 
 
 def plain_console() -> Console:
-    """Names come from files: they are neither markup nor emoji."""
+    """A console that prints names from files as they are, without interpreting markup or emoji codes."""
     return Console(markup=False, emoji=False)
 
 
@@ -73,7 +76,7 @@ def profile_table(profile: Profile) -> Table:
 
 
 def _other_sizes(profile: Profile) -> str:
-    """Forward and backward at every further size that was measured, for one sample."""
+    """A line with the seconds per sample at each measured microbatch size; empty if only one was measured."""
     kind = next(iter(profile.seconds))
     layers = [layer.is_input for layer in profile.graph.layers]
 
@@ -145,7 +148,7 @@ def _stage_answer(costs: PlanCosts, index: int) -> dict[str, Any]:
 
 
 def staleness_answer(staleness: Staleness) -> dict[str, float]:
-    """Updates between a microbatch's forward and that with its gradient."""
+    """How many updates lie between a microbatch's forward and the update with its gradient."""
     return {"mean": staleness.mean, "most": staleness.most}
 
 
@@ -186,13 +189,13 @@ def _staleness(plan: Plan) -> list[str]:
 
 
 def show_staleness(staleness: Staleness) -> str:
-    """The mean, and the most where it is more."""
+    """The mean, and the maximum where it differs."""
     most = f" (most {staleness.most})" if staleness.mean < staleness.most else ""
     return f"{staleness.mean:.3g}{most}"
 
 
 def _devices(stage: dict[str, Any]) -> str:
-    """With the microbatches that each takes in its turn, where they are not alike."""
+    """The devices of a stage; each with its share of microbatches if the shares are unequal."""
     if len(set(stage["shares"])) == 1:
         return show_numbers(stage["devices"])
     return ", ".join(f"{device} x{share}" for device, share in zip(stage["devices"], stage["shares"], strict=True))
@@ -244,13 +247,13 @@ def trace_table(trace: Trace) -> Table:
 
 
 def run_table(found: Outcome) -> RenderableType:
-    """Predicted against measured, what bounded the run, why they differ, and what compression lost if there was any."""
+    """Predicted against measured, the bottleneck, why the two differ, and the errors of compression if any."""
     parts: list[RenderableType] = [_comparison_table(found), Text(found.headline), Text(found.explanation.text)]
     return Group(*parts, *([_compression_table(found.result.compression)] if found.result.compression else []))
 
 
 def _comparison_table(found: Outcome) -> Table:
-    """Stage by stage and worker by worker. Throughput is the plan's own prediction, all else is simulated."""
+    """A row per stage and worker. Predicted throughput is the plan's own figure; the rest comes from a simulation."""
     plan, result = found.plan, found.result
     table = Table(box=box.SIMPLE_HEAD, title="predicted against measured")
     table.add_column("what")
@@ -340,7 +343,7 @@ def survey_answer(found: Survey, output: Path) -> dict[str, Any]:
 
 
 def survey_table(found: Survey) -> RenderableType:
-    """What the file says of devices and links, and how well that predicts what was measured."""
+    """The devices and links of the cluster file, and how well they predict the measured times."""
     notes = [Text(f"- {remark}") for remark in found.remarks]
     return Group(_devices_table(found), _links_table(found), *(_checks_table(level) for level in found.levels), *notes)
 

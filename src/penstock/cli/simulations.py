@@ -1,4 +1,4 @@
-"""Tables and JSON answers of simulations: of one, and of several beside each other."""
+"""Tables and JSON answers for simulations, single and compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.sweep import Outcome
 from penstock.units import show_bytes, show_seconds
 
 Named = tuple[str, Simulation]
-"""What was changed, and what came of it."""
+"""The text of a what-if change, and its simulation."""
 
 
 def simulation_answer(base: Simulation, others: Sequence[Named] = ()) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def simulation_answer(base: Simulation, others: Sequence[Named] = ()) -> dict[st
 
 
 def summary(played: Simulation, base: Simulation | None = None) -> dict[str, Any]:
-    """One simulation in a line, beside another."""
+    """The main figures of a simulation, with the ratio of its throughput to that of ``base`` if given."""
     workers = range(len(played.trace.workers))
     rate = played.trace.samples_per_s
     answer = {
@@ -124,7 +124,7 @@ def _comparison_table(base: Simulation, others: Sequence[Named]) -> RenderableTy
 
 
 def sweep_table(outcomes: Sequence[Outcome]) -> RenderableType:
-    """What all combinations have in common stands above the table."""
+    """A row for each combination. What all have in common is in the title instead of a column."""
     parts = {part: [getattr(each.case, part) for each in outcomes] for part in ("source", "cluster", "schedule")}
     same = [names[0] for part, names in parts.items() if len(set(names)) == 1]
     different = [part for part in parts if len(set(parts[part])) > 1]

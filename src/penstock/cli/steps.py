@@ -1,4 +1,4 @@
-"""What is under way, on stderr, from the first second: a line that moves on a terminal, else a line for each step."""
+"""Progress on stderr: a live line on a terminal, otherwise a line for each step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.text import Text
 from penstock.units import show_clock
 
 EVERY_S = 2.0
-"""between two lines of one step, where there is no terminal"""
+"""The least time between two lines of one step, without a terminal."""
 ENOUGH_S = 1.0
-"""of a step before it is said how long the rest may take"""
+"""How long a step must have run before its time left is estimated."""
 
 
 class _LeftColumn(ProgressColumn):
-    """The time left, once it is known."""
+    """The estimated time left; empty while unknown."""
 
     def render(self, task: Task) -> Text:
         left_s = task.time_remaining
@@ -29,7 +29,7 @@ class _LeftColumn(ProgressColumn):
 
 
 class Steps:
-    """Shows one step after another while used as a context. ``quiet`` shows nothing."""
+    """A context that shows one step after another. With ``quiet`` it shows nothing."""
 
     def __init__(
         self, *, quiet: bool = False, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -61,12 +61,12 @@ class Steps:
         self.end()
 
     def end(self) -> None:
-        """Leave stderr to somebody else."""
+        """Stop the live line, so that others can write to stderr."""
         if self._bar is not None:
             self._bar.stop()
 
     def begin(self, words: str) -> None:
-        """A step, whose length is not known."""
+        """Begin a step, of unknown length until ``part`` is called."""
         self._words, self._began_s = words, self._clock()
         self._said_s = self._began_s
         if self._bar is not None:
@@ -75,7 +75,7 @@ class Steps:
             self._say(words)
 
     def part(self, done: int, total: int, what: str = "") -> None:
-        """How far the step is."""
+        """Show how much of the step is done."""
         parts = f"{done} of {total} {what}".rstrip()
         now_s = self._clock()
         if self._bar is not None:
@@ -92,3 +92,10 @@ class Steps:
     def _say(self, line: str) -> None:
         self._out.write(line + "\n")
         self._out.flush()
+
+
+def loading_torch(quiet: bool) -> Steps:
+    """A context around the import of modules that need torch, which takes seconds."""
+    steps = Steps(quiet=quiet)
+    steps.begin("loading torch")
+    return steps

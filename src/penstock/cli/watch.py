@@ -1,4 +1,4 @@
-"""``penstock watch``: a run in the terminal, as it goes, from what it writes down."""
+"""The live view of ``penstock watch``, made from the progress file of a run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from penstock.units import show_bytes, show_clock
 
 POLL_S = 0.5
 QUIET_S = 30.0
-"""without news, after which a reader is told"""
+"""How long a run or a worker may be silent before the view says so."""
 LATELY = 20
-"""moments over which the present pace is taken"""
+"""How many of the newest records the current throughput is computed from."""
 BARS = "▁▂▃▄▅▆▇█"
 LAST_MARKS = 4
 BUSY_WIDTH = 12
 
 
 def read_run(run: RunDirectory) -> Reader:
-    """What to read of a run that has begun, or a clear word on why there is nothing."""
+    """A reader of the run's progress file. Raises if there is no such run, or if it has not begun."""
     if not run.path.is_dir():
         raise FormatError(f"{run.path}: no such run directory; start one with penstock train --run-dir {run.path}")
     if not run.progress.exists():
@@ -45,7 +45,7 @@ def read_run(run: RunDirectory) -> Reader:
 
 
 def follow(run: RunDirectory, console: Console, sleep: Callable[[float], None] = time.sleep) -> Record:
-    """Wait for the run to begin and show it until it ends; what is shown last stays."""
+    """Wait for the run to begin and show it until it ends. The last view stays on the terminal."""
     reader = Reader(run.progress)
     with Live(console=console, auto_refresh=False) as live:
         while True:
@@ -80,7 +80,7 @@ def answer(record: Record) -> dict[str, Any]:
 
 
 def pace(moments: Sequence[Moment]) -> float | None:
-    """Samples per second, lately."""
+    """The current samples per second."""
     if not moments:
         return None
     last = moments[-1]
@@ -94,6 +94,7 @@ def _seconds_left(start: Start, moments: Sequence[Moment]) -> float | None:
 
 
 def view(record: Record, width: int, quiet_s: float) -> RenderableType:
+    """One picture of a run. ``quiet_s`` is the time since its progress file last changed."""
     start, moments = record.start, record.moments
     if start is None or not moments:
         return Text(f"{start.model if start else 'run'}: the workers have started; nothing is finished yet")
@@ -162,7 +163,8 @@ def _workers(start: Start, moment: Moment) -> RenderableType:
 
 
 def sparkline(values: Sequence[float], width: int, low: float | None = None) -> str:
-    """The values in so many columns, each the mean of its share of them, from the least (or ``low``) to the most."""
+    """A line of bars. Each of at most ``width`` columns is the mean of its part of the values; the scale begins at
+    ``low``, or at the smallest column."""
     if not values:
         return ""
     columns = min(width, len(values))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from penstock.runtime.process.clocks import Clocks, GroupWire, clocks_of
 from penstock.runtime.process.joining import worker_process
 from penstock.runtime.process.loss_file import LossFile, LossLog, per_minibatch, read_rows
 from penstock.runtime.process.opening import open_together
+from penstock.runtime.process.options import TrainOptions
 from penstock.runtime.process.placement import check_placement
 from penstock.runtime.process.progress import Listener, Progress, ProgressLine
 from penstock.runtime.process.scalars import Scalars
@@ -66,32 +67,10 @@ OpenRun = Callable[[Job, Plan, Path | None], AbstractContextManager[RunDirectory
 """Makes the directory of a run of this job under this plan, from that checkpoint if any, or takes a given one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    job_name: str = ""
-    """of the job file, for checkpoints to say whose they are"""
-    resume: Path | None = None
-    """a checkpoint to go on from"""
-    init: Path | None = None
-    """a file of weights to start from"""
-    timeout_s: float = 300.0
-    checkpoint_every: int = 500
-    """minibatches"""
-    keep_checkpoints: int = 3
-    """the newest that stay"""
-    quiet: bool = False
-    tensorboard: Path | None = None
-    """a directory for TensorBoard, if it is to follow"""
-
-    def __post_init__(self) -> None:
-        if self.resume is not None and self.init is not None:
-            raise JobError("--resume goes on with a run, --init starts one from given weights; give one of them")
-
-
 def train_worker(
     job: Job,
     plan: Plan,
-    options: Options,
+    options: TrainOptions,
     open_run: OpenRun,
     *,
     opened: Callable[[RunDirectory], object] = lambda run: None,
@@ -142,7 +121,7 @@ def _meter_and_freeze(device: torch.device) -> MemoryMeter:
     return meter
 
 
-def say_at_first(words: str, options: Options) -> None:
+def say_at_first(words: str, options: TrainOptions) -> None:
     """What is under way before there is any progress to show, once for all workers."""
     if os.environ["RANK"] == "0" and not options.quiet:
         sys.stderr.write(f"{words}\n")
@@ -157,7 +136,7 @@ class Training:
         self,
         assembly: Assembly,
         run: RunDirectory,
-        options: Options,
+        options: TrainOptions,
         *,
         peers: Peers,
         links: Mapping[Pair, str],

@@ -1,4 +1,4 @@
-"""Says how to go on after a run that ended before its time."""
+"""Says how to resume a run that ended early."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from penstock.run import RunDirectory
 
 
 class Checkpoints:
-    """Those that a run completes, from the moment at which this is made."""
+    """The checkpoints that a run completes after this object is made. Older ones in its directory do not count."""
 
     def __init__(self, run: RunDirectory, resumed: Path | None) -> None:
-        """``resumed`` is the checkpoint that the run itself goes on from."""
+        """``resumed`` is the checkpoint that the run itself was resumed from, if any."""
         self.run, self.resumed = run, resumed
         self._before = self._newest()
 
@@ -22,7 +22,7 @@ class Checkpoints:
         return None if newest is None else (newest, newest.stat().st_ctime_ns)
 
     def how_to_go_on(self, command: Callable[[Path], str]) -> str:
-        """``command`` goes on from a checkpoint."""
+        """A sentence for the user. ``command`` makes the command that resumes from a checkpoint."""
         newest = self._newest()
         if newest is not None and newest != self._before:
             return f"checkpoint {newest[0]} is complete; go on with: {command(newest[0])}"
@@ -32,7 +32,7 @@ class Checkpoints:
 
 
 def command_to_go_on(arguments: Sequence[str], job: Path, plan: Path, checkpoint: Path) -> str:
-    """A command line of `train` that goes on from a checkpoint instead, under the plan of the run."""
+    """The command line of a run of `train`, changed to resume from ``checkpoint`` under the run's plan."""
     kept, left = [], list(arguments)
     while left:
         word = left.pop(0)
