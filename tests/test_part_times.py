@@ -84,6 +84,14 @@ def test_own_time_is_at_least_that_of_an_empty_stage() -> None:
     )
 
 
+def test_layers_keep_some_time_however_much_of_a_stage_seems_to_be_the_workers_own() -> None:
+    """Found on tiny models on a busy machine: what two stages took more than one was all that they took."""
+    steps = PartedSteps(step(4.0, 8.0), [step(1.0, 2.0)] * 2, [step(1.5, 3.0)] * 4)
+    found = scaled_to_steps([layer(1.0, 2.0)] * 4, FOUR, steps, steps.own)
+    assert all(times.forward_s > 0 for times in found)
+    assert steps.own.forward_s == pytest.approx(0.9)
+
+
 def test_a_model_in_one_piece_is_scaled_as_a_whole() -> None:
     steps = PartedSteps(step(4.5, 8.5, own_s=0.5))
     found = scaled_to_steps([layer(1.0, 2.0), layer(3.0, 2.0)], Division(2), steps, steps.own)

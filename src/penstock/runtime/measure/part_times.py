@@ -22,6 +22,8 @@ from penstock.runtime.measure.worker_times import StepTimes
 LARGEST_BYTES = 2**28
 """Of parameters. Larger models are not divided: the parts would take memory, and no cache holds much of them anyway."""
 QUARTERS = 4
+MOST_OWN = 0.9
+"""A worker's own time is at most this share of any stage's action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +113,17 @@ class PartedSteps:
         least = self.whole.own
         return replace(
             least,
-            forward_s=max(least.forward_s, self._each_further(_forward_s)),
-            backward_s=max(least.backward_s, self._each_further(_backward_s)),
+            forward_s=self._own_s(least.forward_s, _forward_s),
+            backward_s=self._own_s(least.backward_s, _backward_s),
             backward_input_s=max(least.backward_input_s, self._each_further(lambda step: step.input_s)),
             backward_weight_s=max(least.backward_weight_s, self._each_further(lambda step: step.weight_s)),
             update_s=self._each_further(lambda step: step.update_s),
         )
+
+    def _own_s(self, least_s: float, seconds: Callable[[StepTimes], float]) -> float:
+        """Not all of any stage: noise must leave its layers some time."""
+        most_s = MOST_OWN * min(map(seconds, (self.whole, *self.halves, *self.quarters)))
+        return min(max(least_s, self._each_further(seconds)), most_s)
 
     def _each_further(self, seconds: Callable[[StepTimes], float]) -> float:
         """What every further stage takes, whatever its layers."""

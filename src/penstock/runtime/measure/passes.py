@@ -8,9 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock.profile import WorkerSeconds
 from penstock.runtime.capture.split import Section
@@ -236,8 +238,13 @@ class _Passes:
 
     def _step(self, turn: _Turn) -> None:
         """A part must read the microbatch that what it receives was made of: microbatches may differ in shape."""
-        teams, same = self.trial.teams, replace(self.size, next_microbatch=lambda: self._loaded)
+        teams, same = self.trial.teams, replace(self.size, next_microbatch=lambda: _copied(self._loaded))
         for number in turn.teams if len(teams) > 1 else [0]:
             for crew, times in zip(teams[number], self._steps[number], strict=True):
                 messages, feed = crew.messages(self._kept, weighted=self.trial.weighted), same if number else self.size
                 crew.worker.run(feed, times, messages, in_halves=turn.in_halves, beside=turn.beside)
+
+
+def _copied(tree: Any) -> Any:
+    """A model may write into its inputs while another microbatch still needs them."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
