@@ -38,13 +38,15 @@ class EmulatedRow:
     case: str
     config: str
     published: float
-    """speed-up over data parallelism, as are the next two"""
+    """The published speed-up over data parallelism."""
     simulated: float
+    """The same speed-up, simulated."""
     emulated: float
+    """The same speed-up, on emulated devices."""
     data_parallel: Rates
     pipelined: Rates
     met: bool
-    """whether both plans run as fast as simulated, to a tenth"""
+    """Whether both plans run as fast as simulated, to a tenth."""
 
     COLUMNS: ClassVar[tuple[Column, ...]] = (
         Column("case"),
